@@ -199,7 +199,7 @@ def _as_offsets(name: str, values: Any, *, lengths: bool) -> tuple[Any, list[str
     if array.ndim != 1:
         shape = tuple(array.shape)
         return array, [f"`{name}`: {what} of shape {shape}. They must have one dimension. Pass a flat list or array."]
-    if lengths and array.shape[0] == 0 and not isinstance(values, jax.Array):
+    if array.shape[0] == 0 and not isinstance(values, np.ndarray | jax.Array):
         array = array.astype(np.int32)  # an empty list is float64 to numpy
     if not np.issubdtype(array.dtype, np.integer):
         return array, [f"`{name}`: {what} of dtype {array.dtype}. They must be integers. Use .astype(int32)."]

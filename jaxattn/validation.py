@@ -80,7 +80,7 @@ def array_problems(q: Any, k: Any, v: Any) -> list[str]:
             f"`k`, `v`: {Tk} and {Tv} rows, {K} and {Kv} heads. Every key row has one value row per head. "
             f"Pass k and v of the same packing."
         )
-    if D != Dk:
+    if Dk != D:
         found.append(f"`q`, `k`: head widths {D} and {Dk}. Their product needs equal widths. Project to one width.")
     return found + head_problems(N, K, D)
 
@@ -88,7 +88,9 @@ def array_problems(q: Any, k: Any, v: Any) -> list[str]:
 def head_problems(N: int, K: int, D: int) -> list[str]:
     """What is wrong with `N` query heads over `K` key/value heads of width `D`."""
     if 0 in (N, K, D):
-        return [f"`q`, `k`: {N} query heads, {K} key/value heads, width {D}. Each must be at least 1. Check the shapes."]
+        return [
+            f"`q`, `k`: {N} query heads, {K} key/value heads, width {D}. Each must be at least 1. Check the shapes."
+        ]
     if N % K:
         lower, upper = N - N % K, N - N % K + K
         use = f"{lower} or {upper}" if lower else f"{upper}"
@@ -182,7 +184,7 @@ def _is_real(value: Any) -> bool:
 def _is_reach(entry: Any) -> bool:
     if entry is None:
         return True
-    return isinstance(entry, int | np.integer) and not isinstance(entry, bool | np.bool_) and entry >= -1
+    return isinstance(entry, int | np.integer) and not isinstance(entry, bool | np.bool_) and int(entry) >= -1
 
 
 def _seen(value: Any) -> str:

@@ -90,8 +90,7 @@ def make_plan(
     Raises:
         NotImplementedError: what the kernel cannot do, by name, and what to use instead.
     """
-    Tq, N, D = q_shape
-    _, K, Dv = v_shape
+    (Tq, N, D), (_, K, _), (_, _, Dv) = q_shape, k_shape, v_shape
     _check_kernel_has(dtype, N, K)
     widths = kernel_widths(D, Dv)
     kept = list(_rows_with_keys(cu_seqlens_q, cu_seqlens_k, right))

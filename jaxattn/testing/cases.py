@@ -85,10 +85,10 @@ class Case:
 
     @property
     def lengths(self) -> str:
-        """The lengths as text, `q:[5, 3] k:[2, 3]`, tails as `+2`; long lists are summed up."""
-        tails = (f"+{t}" if t else "" for t in (self.q_tail, self.k_tail))
-        q, k = (_short(n) + t for n, t in zip((self.q_lengths, self.k_lengths or self.q_lengths), tails, strict=True))
-        return f"q:{q} k:{k}"
+        """The lengths as text: `[5, 3]+2` (a tail of 2) when q and k agree, else `q:[5, 3] k:[2, 3]`."""
+        k_lengths = self.q_lengths if self.k_lengths is None else self.k_lengths
+        q, k = _short(self.q_lengths, self.q_tail), _short(k_lengths, self.k_tail)
+        return q if q == k else f"q:{q} k:{k}"
 
     def inputs(self, dtype: DTypeName) -> Inputs:
         """Standard normal q, k, v in `dtype`, the same for every call; poison put in last."""
@@ -108,7 +108,6 @@ class Case:
             else:
                 arrays[p.array][p.row, p.head, 0] = p.value
         return Inputs(arrays["q"], arrays["k"], arrays["v"], sinks)
-
 
     def poisoned_segments(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Query rows and heads, bool `[Tq, N]`, that share a segment and a head group with a poisoned element.
@@ -130,10 +129,9 @@ class Case:
         return reached
 
 
-def _short(lengths: tuple[int, ...]) -> str:
-    if len(lengths) <= 6:
-        return f"[{', '.join(map(str, lengths))}]"
-    return f"[{lengths[0]}, {lengths[1]}, ... {len(lengths)} of sum {sum(lengths)}]"
+def _short(lengths: tuple[int, ...], tail: int) -> str:
+    shown = ", ".join(map(str, lengths)) if len(lengths) <= 6 else f"{len(lengths)} of sum {sum(lengths)}"
+    return f"[{shown}]" + (f"+{tail}" if tail else "")
 
 
 _ZIPF = tuple(max(1, 200 // rank) for rank in range(1, 25))

@@ -101,10 +101,10 @@ def compare(
         problems.append("Rows that see no key are not exactly those with out 0 and lse -inf.")
     for name, share, got, want in (("out", out_share, out64, wanted.out), ("lse", lse_share.T, lse64, wanted.lse)):
         if share.size and (worst := share.max()) > 1:
-            row, head = np.unravel_index(share.argmax(), share.shape)
+            row, head = (int(at) for at in np.unravel_index(share.argmax(), share.shape))
             index = (row, head) if name == "out" else (head, row)
             problems.append(
-                f"`{name}` is off by {worst:.3g} times what is allowed at {place(case, int(row), int(head))}: "
+                f"`{name}` is off by {worst:.3g} times what is allowed at {place(case, row, head)}: "
                 f"{_first(got[index], want[index])}."
             )
     head = int(out_share.max(axis=0, initial=0).argmax()) if out_share.size else 0
@@ -121,6 +121,12 @@ def compare(
         worst=place(case, int(worst_at[0]), int(worst_at[1])) if worst_share.max(initial=0) > 0 else "",
         problems=tuple(problems),
     )
+
+
+def distance(got: Float[np.ndarray, "Tq N Dv"], want: Float[np.ndarray, "Tq N Dv"], dtype: DTypeName) -> float:
+    """The largest difference of two outs, in ulps of `dtype` at the largest value of each head in `want`."""
+    got64, want64 = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float((_error(got64, want64).max(axis=-1, initial=0) / ulp(_largest(want64), dtype)).max(initial=0))
 
 
 def oracle_for(case: Case, inputs: Inputs) -> Wanted:
@@ -218,7 +224,7 @@ def ulp(value: Float[np.ndarray, "..."], dtype: DTypeName) -> Float[np.ndarray, 
     """
     exponent = np.frexp(np.abs(value))[1] - 1  # |value| in [2**exponent, 2**(exponent + 1))
     exponent = np.where(np.asarray(value) == 0, _SMALLEST_EXPONENT[dtype], exponent)
-    return np.ldexp(1.0, np.maximum(exponent, _SMALLEST_EXPONENT[dtype]) - _MANTISSA_BITS[dtype])
+    return np.asarray(np.ldexp(1.0, np.maximum(exponent, _SMALLEST_EXPONENT[dtype]) - _MANTISSA_BITS[dtype]))
 
 
 def place(case: Case, row: int, head: int) -> str:
@@ -231,7 +237,7 @@ def place(case: Case, row: int, head: int) -> str:
 
 
 def _largest(out: Float[np.ndarray, "Tq N Dv"]) -> Float[np.ndarray, " N"]:
-    return np.where(np.isfinite(out), np.abs(out), 0).max(axis=(0, 2), initial=0)
+    return np.asarray(np.where(np.isfinite(out), np.abs(out), 0).max(axis=(0, 2), initial=0))
 
 
 def _error(got: Any, want: Any) -> Any:

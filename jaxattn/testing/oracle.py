@@ -70,9 +70,7 @@ def oracle_attention(
             rows = slice(k0 + first, k0 + last + 1) if last >= first else slice(0, 0)
             for h in range(N):
                 sink = None if sinks is None else float(np.asarray(sinks).astype(np.float64)[h])
-                out, lse, size = _row(
-                    q[q0 + i, h], k[rows, h // group], v[rows, h // group], scale, softcap, sink
-                )
+                out, lse, size = _row(q[q0 + i, h], k[rows, h // group], v[rows, h // group], scale, softcap, sink)
                 wanted.out[q0 + i, h] = out
                 wanted.lse[h, q0 + i] = lse
                 wanted.largest_score[h] = max(wanted.largest_score[h], size)
