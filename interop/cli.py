@@ -1,0 +1,105 @@
+"""The `jaxattn` command."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from interop import report
+from interop.attention import npu_packed_attention
+from interop.encoder_comparison import EncoderComparison, compare_encoders
+from interop.verify import DTYPES, Line, verify
+from jaxattn.testing import CASES
+from npu import simulator
+from npu.device import is_available, is_simulated
+
+# The columns of a line need more than 80 characters; where nobody looks at a screen there is no reason to cut them.
+_LOG_WIDTH = 130
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback()
+def main_help() -> None:
+    """Packed attention for JAX on Ascend NPUs. Without an NPU every command runs on a simulated one, and says so."""
+
+
+@app.command("verify", epilog="Example: jaxattn verify --encoder --json report.json")
+def verify_command(
+    encoder: Annotated[
+        bool, typer.Option("--encoder", help="Also run a pretrained sentence encoder on real sentences.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write everything that was measured to this file.")] = None,
+) -> None:
+    """Run the case table on the NPU path and hold it against the JAX specification and a float64 oracle.
+
+    Exit status 0 only if every case agrees, 1 otherwise, 130 after Ctrl-C.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_LOG_WIDTH)
+    if json is not None and not json.parent.is_dir():
+        raise typer.BadParameter(f"{json.parent} is not a directory. Create it, or name another file.")
+    _start_npu(console)
+
+    lines: list[Line] = []
+    embedded: EncoderComparison | None = None
+    try:
+        _run_cases(console, lines)
+        if encoder:
+            embedded = _run_encoder(console)
+    except KeyboardInterrupt:
+        console.print(f"Interrupted after {len(lines)} of {len(CASES) * len(DTYPES)} lines.", style="bold red")
+        console.print(report.summary(lines))
+        raise typer.Exit(130) from None
+    console.print(report.summary(lines))
+    if json is not None:
+        report.write_json(json, lines, embedded)
+        console.print(f"Written: {json}", highlight=False)
+    if any(line.verdict == "fail" for line in lines) or (embedded is not None and not embedded.passed):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _start_npu(console: Console) -> None:
+    """Start the simulated NPU where there is no real one, and say so."""
+    try:
+        if not is_available():
+            simulator.enable()
+    except (simulator.Unavailable, ValueError) as error:
+        console.print(f"No NPU: {error}", style="bold red", highlight=False)
+        raise typer.Exit(1) from error
+    if is_simulated():
+        console.print("No Ascend NPU here: everything below runs on a simulated NPU.", style="bold yellow")
+
+
+def _run_cases(console: Console, lines: list[Line]) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console.print(report.header(), no_wrap=True, overflow="ellipsis")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("cases", total=len(CASES) * len(DTYPES))
+        for line in verify():
+            lines.append(line)
+            progress.console.print(report.terminal_line(line), no_wrap=True, overflow="ellipsis")
+            for problem in line.problems:
+                progress.console.print(f"        {problem}", style="red", highlight=False)
+            progress.advance(task)
+
+
+def _run_encoder(console: Console) -> EncoderComparison:
+    console.print("\nA pretrained sentence encoder (MiniLM, 6 layers, 12 heads of width 32)", style="bold")
+    start = time.perf_counter()
+    with console.status("embedding real sentences three ways"):
+        result = compare_encoders(npu_packed_attention)
+    for text in report.encoder_lines(result, time.perf_counter() - start):
+        console.print(text, highlight=False)
+    console.print(Text())
+    return result
