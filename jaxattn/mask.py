@@ -4,10 +4,19 @@ Segments, causal masks, windows, tails and empty rows are all such intervals, so
 `[Tq, Tk]` mask says.
 """
 
+from itertools import pairwise
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxattn.ids import row_ids
+from jaxattn.offsets import Offsets
 from jaxattn.segments import Segments
+from jaxattn.validation import option_problems, resolve_options
+
+MOST_DRAWN = 64
+"""Rows and columns that `draw` still makes readable text of."""
 
 
 def key_intervals(
@@ -50,10 +59,7 @@ def query_ids(segments: Segments, Tq: int) -> Int32[Array, " {Tq}"]:
     >>> query_ids(Segments.from_lengths([0, 2, 1]), 4).tolist()
     [1, 1, 2, -1]
     """
-    cu_q = jnp.asarray(segments.cu_seqlens_q)
-    # The number of offsets at or before a row, less one, is its segment, also where empty segments repeat an offset.
-    ids = jnp.searchsorted(cu_q, jnp.arange(Tq, dtype=jnp.int32), side="right").astype(jnp.int32) - 1
-    return jnp.where(ids < segments.num_segments, ids, -1)
+    return jnp.asarray(row_ids(jnp.asarray(segments.cu_seqlens_q), Tq))
 
 
 def dense_mask(
@@ -69,3 +75,68 @@ def dense_mask(
     lo, hi = key_intervals(segments, Tq, Tk, left=left, right=right)
     key = jnp.arange(Tk, dtype=jnp.int32)
     return (lo[:, None] <= key) & (key < hi[:, None])
+
+
+def draw(
+    segments: Segments,
+    Tq: int | None = None,
+    Tk: int | None = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] | None = None,
+) -> str:
+    """The mask as text: a row per query, a column per key, `x` where the query sees the key.
+
+    Lines part the segments, and the tail from the last of them.
+
+    Args:
+        segments: concrete offsets, at most 64 rows on each side.
+        Tq, Tk: the rows of q and k, tails included; None means no tail.
+        causal, window_size: as in `reference_attention`.
+
+    Raises:
+        ValueError: offsets that are traced or do not fit, too many rows for text, options that are not valid.
+
+    >>> print(draw(Segments.from_lengths([1, 3], [3, 2]), Tk=6, causal=True))
+    k  0 1 2 | 3 4 | 5
+    q0 x x x | . . | .
+    -- ----- | --- | -
+    q1 . . . | . . | .
+    q2 . . . | x . | .
+    q3 . . . | x x | .
+    """
+    problems = option_problems(None, causal, window_size, None, False)
+    if not segments.is_concrete:
+        problems.append("`segments`: traced offsets. Only concrete ones can be drawn. Draw outside of jit and vmap.")
+    else:
+        problems += segments.problems(Tq, Tk)
+    if problems:
+        raise ValueError("\n".join(problems))
+    Tq, Tk = (
+        int(cu[-1]) if rows is None else rows for cu, rows in ((segments.cu_seqlens_q, Tq), (segments.cu_seqlens_k, Tk))
+    )
+    if max(Tq, Tk) > MOST_DRAWN:
+        raise ValueError(
+            f"`segments`: {Tq} query rows and {Tk} key rows. At most {MOST_DRAWN} of each make readable text. Draw a few "
+            f"segments alone."
+        )
+    options = resolve_options(1, None, causal, window_size, None)
+    with jax.ensure_compile_time_eval():  # always of one shape, which is compiled once
+        mask = dense_mask(segments, MOST_DRAWN, MOST_DRAWN, left=options.left, right=options.right)[:Tq, :Tk].tolist()
+    name, column = len(f"q{max(Tq - 1, 0)}"), len(str(max(Tk - 1, 0)))
+    groups = [range(first, last) for first, last in pairwise(_cuts(segments.cu_seqlens_k, Tk))]
+
+    def line(label: str, cells: list[str]) -> str:
+        return f"{label:<{name}} " + " | ".join(" ".join(f"{cells[j]:>{column}}" for j in group) for group in groups)
+
+    part = f"{'-' * name} " + " | ".join("-" * (len(group) * (column + 1) - 1) for group in groups)
+    lines = [line("k", [str(j) for j in range(Tk)])]
+    for i, row in enumerate(mask):
+        lines += [part] if i and i in _cuts(segments.cu_seqlens_q, Tq) else []
+        lines.append(line(f"q{i}", [".x"[seen] for seen in row]))
+    return "\n".join(text.rstrip() for text in lines)
+
+
+def _cuts(cu_seqlens: Offsets, T: int) -> list[int]:
+    """Where a line is due: at every offset and at both ends, once each."""
+    return sorted({0, T, *(int(c) for c in cu_seqlens)})

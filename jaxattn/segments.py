@@ -1,18 +1,14 @@
 """Segments: where each sequence of a packed batch begins and ends."""
 
-from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Int32
 
-Offsets = Int32[np.ndarray | jax.Array, "B+1"]
-Integers = Sequence[int] | np.ndarray | jax.Array
-
-_INT32_MAX = 2**31 - 1
+from jaxattn.ids import offsets_of_ids, offsets_of_positions, row_ids, row_positions
+from jaxattn.offsets import Integers, Offsets, as_offsets, count_problem, offsets_of
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -40,7 +36,7 @@ class Segments:
     cu_seqlens_k: Offsets
 
     def __init__(self) -> None:
-        raise TypeError("`Segments` is built by a named constructor. Use Segments.from_lengths or from_cu_seqlens.")
+        raise TypeError("`Segments` is built by a named constructor. Use Segments.from_lengths, for instance.")
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"`{name}`: Segments are immutable. Build new ones with Segments.from_cu_seqlens.")
@@ -73,7 +69,7 @@ class Segments:
         >>> Segments.from_lengths([5, 3], num_segments=4).cu_seqlens_q
         array([0, 5, 8, 8, 8], dtype=int32)
         """
-        return cls._build(q, k, num_segments, lengths=True)
+        return cls._of(*offsets_of(q, k, num_segments, lengths=True))
 
     @classmethod
     def from_cu_seqlens(cls, q: Integers, k: Integers | None = None, *, num_segments: int | None = None) -> Self:
@@ -92,32 +88,62 @@ class Segments:
         >>> Segments.from_cu_seqlens([0, 5, 8])
         Segments(q=[5, 3], k=q)
         """
-        return cls._build(q, k, num_segments, lengths=False)
+        return cls._of(*offsets_of(q, k, num_segments, lengths=False))
 
     @classmethod
-    def _build(cls, q: Integers, k: Integers | None, num_segments: int | None, *, lengths: bool) -> Self:
-        if num_segments is not None and (isinstance(num_segments, bool) or not isinstance(num_segments, int)):
-            raise ValueError(f"`num_segments`: {num_segments!r}. It must be an int or None. Pass a Python int.")
-        sides = {"q": q} if k is None else {"q": q, "k": k}
-        offsets: dict[str, Any] = {}
-        problems: list[str] = []
-        for name, side in sides.items():
-            array, found = _as_offsets(name, side, lengths=lengths)
-            problems += found
-            offsets[name] = array
-        if not problems:
-            if len({a.shape for a in offsets.values()}) > 1:
-                problems.append(_count_problem(offsets["q"].shape[0] - 1, offsets["k"].shape[0] - 1))
-            if num_segments is not None and (most := max(a.shape[0] for a in offsets.values()) - 1) > num_segments:
-                problems.append(
-                    f"`num_segments`: {num_segments} is less than the {most} segments given. Padding only adds empty "
-                    f"segments. Use num_segments={most} or more."
-                )
-        if problems:
-            raise ValueError("\n".join(problems))
-        if num_segments is not None:
-            offsets = {n: _repeat_last(a, num_segments + 1 - a.shape[0]) for n, a in offsets.items()}
-        return cls._of(offsets["q"], offsets.get("k", offsets["q"]))
+    def from_segment_ids(
+        cls,
+        q: Integers,
+        k: Integers | None = None,
+        *,
+        padding_id: int | None = None,
+        num_segments: int | None = None,
+    ) -> Self:
+        """Segments from an id for every row: each run of one id is a segment.
+
+        Ids match by value between q and k; their order and size mean nothing. An id on one side only makes a segment
+        with nothing on the other. Padding at the end is the tail. Padding elsewhere sees nothing and is seen by
+        nobody: each run becomes a segment of queries without keys and one of keys without queries.
+
+        Args:
+            q: ids of the query rows, integers `[Tq]`.
+            k: ids of the key rows, integers `[Tk]`; None means the same as `q`.
+            padding_id: the id that marks padding, often 0 or -1; None means that no row is padding.
+            num_segments: pad with empty segments up to this count. Traced ids require it: it is a shape.
+
+        Raises:
+            ValueError: an id that comes back after a change, shared ids that come in another order in k than in q,
+                ids that are not integers or not one-dimensional, more than `num_segments` segments. Traced ids cannot
+                be looked at; where they break a rule every offset is -1, and every row of the attention is NaN.
+
+        >>> Segments.from_segment_ids([7, 7, 7, 2, 2, 0], padding_id=0)
+        Segments(q=[3, 2], k=q)
+        >>> Segments.from_segment_ids([0, 0, 1, 0, 2], padding_id=0)
+        Segments(q=[2, 0, 1, 1, 0, 1], k=[0, 2, 1, 0, 1, 1])
+        """
+        return cls._of(*offsets_of_ids(q, k, padding_id, num_segments))
+
+    @classmethod
+    def from_position_ids(cls, q: Integers, k: Integers | None = None, *, num_segments: int | None = None) -> Self:
+        """Segments from the position of every row, as Hugging Face passes packed batches.
+
+        A segment begins where the value does not increase by one, whatever value it begins with. Segments of q and k
+        are matched in order. Negative positions at the end are the tail.
+
+        Args:
+            q: positions of the query rows, integers `[Tq]`.
+            k: positions of the key rows, integers `[Tk]`; None means the same as `q`.
+            num_segments: pad with empty segments up to this count. Traced positions require it: it is a shape.
+
+        Raises:
+            ValueError: a negative position before the tail, different numbers of segments in q and k, positions that
+                are not integers or not one-dimensional, more than `num_segments` segments. Traced positions cannot be
+                looked at; where they break a rule every offset is -1, and every row of the attention is NaN.
+
+        >>> Segments.from_position_ids([2, 3, 4, 2, 3])
+        Segments(q=[3, 2], k=q)
+        """
+        return cls._of(*offsets_of_positions(q, k, num_segments))
 
     @property
     def num_segments(self) -> int:
@@ -138,6 +164,42 @@ class Segments:
     def k_lengths(self) -> Int32[np.ndarray | jax.Array, " B"]:
         """Rows of each key segment, int32 `[B]`."""
         return self.cu_seqlens_k[1:] - self.cu_seqlens_k[:-1]
+
+    def q_ids(self, T: int) -> Int32[np.ndarray | jax.Array, " {T}"]:
+        """The segment of each of `T` query rows, int32 `[T]`: 0 .. B-1, and -1 in the tail.
+
+        numpy where the offsets are numpy. Concrete offsets past row `T` raise ValueError.
+
+        >>> Segments.from_lengths([2, 0, 1]).q_ids(4)
+        array([ 0,  0,  2, -1], dtype=int32)
+        """
+        self._check_rows(Tq=T)
+        return row_ids(self.cu_seqlens_q, T)
+
+    def k_ids(self, T: int) -> Int32[np.ndarray | jax.Array, " {T}"]:
+        """The segment of each of `T` key rows, as `q_ids`."""
+        self._check_rows(Tk=T)
+        return row_ids(self.cu_seqlens_k, T)
+
+    def q_positions(self, T: int) -> Int32[np.ndarray | jax.Array, " {T}"]:
+        """The place of each of `T` query rows in its segment, int32 `[T]`, from 0, and -1 in the tail.
+
+        numpy where the offsets are numpy. Concrete offsets past row `T` raise ValueError.
+
+        >>> Segments.from_segment_ids([1, 1, 1, 2, 2]).q_positions(6)
+        array([ 0,  1,  2,  0,  1, -1], dtype=int32)
+        """
+        self._check_rows(Tq=T)
+        return row_positions(self.cu_seqlens_q, T)
+
+    def k_positions(self, T: int) -> Int32[np.ndarray | jax.Array, " {T}"]:
+        """The place of each of `T` key rows in its segment, as `q_positions`."""
+        self._check_rows(Tk=T)
+        return row_positions(self.cu_seqlens_k, T)
+
+    def _check_rows(self, Tq: int | None = None, Tk: int | None = None) -> None:
+        if self.is_concrete:
+            self.check(Tq, Tk)
 
     def same_as(self, other: "Segments") -> bool:
         """True when both have equal offsets on both sides. Needs concrete offsets."""
@@ -162,7 +224,7 @@ class Segments:
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         found: list[str] = []
         for name, array, rows in (("cu_seqlens_q", q, Tq), ("cu_seqlens_k", k, Tk)):
-            side, lines = _as_offsets(name, array, lengths=False)
+            side, lines = as_offsets(name, array, lengths=False)
             found += lines
             if not lines and rows is not None and not isinstance(side, Tracer) and side[-1] > rows:
                 found.append(
@@ -170,7 +232,7 @@ class Segments:
                     f"rows and end at or before the last one. Pass the offsets of this batch."
                 )
         if not found and q.shape != k.shape:
-            found.append(_count_problem(q.shape[0] - 1, k.shape[0] - 1))
+            found.append(count_problem(q.shape[0] - 1, k.shape[0] - 1))
         return found
 
     def __repr__(self) -> str:
@@ -190,56 +252,6 @@ class Segments:
     @classmethod
     def tree_unflatten(cls, _aux: None, leaves: tuple[Any, Any]) -> Self:
         return cls._of(*leaves)
-
-
-def _as_offsets(name: str, values: Any, *, lengths: bool) -> tuple[Any, list[str]]:
-    """`values` as int32 offsets, and what is wrong with them."""
-    what = "lengths" if lengths else "offsets"
-    array = values if isinstance(values, jax.Array) else np.asarray(values)
-    if array.ndim != 1:
-        shape = tuple(array.shape)
-        return array, [f"`{name}`: {what} of shape {shape}. They must have one dimension. Pass a flat list or array."]
-    if array.shape[0] == 0 and not isinstance(values, np.ndarray | jax.Array):
-        array = array.astype(np.int32)  # an empty list is float64 to numpy
-    if not np.issubdtype(array.dtype, np.integer):
-        return array, [f"`{name}`: {what} of dtype {array.dtype}. They must be integers. Use .astype(int32)."]
-    if not lengths and array.shape[0] == 0:
-        return array, [f"`{name}`: no offsets. They must start with 0. Pass [0] for no segments."]
-    if isinstance(array, Tracer):
-        # The sum is taken in int32 whatever the dtype was: int8 running sums would wrap.
-        array = array.astype(jnp.int32)
-        if lengths:
-            array = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(array, dtype=jnp.int32)])
-        return array, []
-    host = np.asarray(array).astype(object if array.dtype == np.uint64 else np.int64)
-    if lengths:
-        if (bad := np.flatnonzero(host < 0)).size:
-            i = int(bad[0])
-            return array, [f"`{name}`: length {host[i]} at segment {i}. Lengths count rows, from 0. Remove the sign."]
-        host = np.concatenate([[0], np.cumsum(host)])
-    if host[0] != 0:
-        return array, [f"`{name}`: the first offset is {host[0]}. Offsets start with 0. Prepend 0 to the running sums."]
-    if (bad := np.flatnonzero(host[1:] < host[:-1])).size:
-        i = int(bad[0])
-        return array, [
-            f"`{name}`: offset {host[i + 1]} follows {host[i]} at index {i + 1}. Offsets never decrease. "
-            f"Pass running sums, or use Segments.from_lengths for lengths."
-        ]
-    if host[-1] > _INT32_MAX:
-        return array, [f"`{name}`: {what} reach row {host[-1]}, past int32 ({_INT32_MAX}). Split the batch."]
-    return host.astype(np.int32), []
-
-
-def _count_problem(q: int, k: int) -> str:
-    return (
-        f"`k`: {k} key segments for {q} query segments. Both sides need the same number. "
-        f"Use length 0 for a side that has nothing."
-    )
-
-
-def _repeat_last(offsets: Any, times: int) -> Any:
-    pad = jnp.pad if isinstance(offsets, Tracer) else np.pad
-    return pad(offsets, (0, times), mode="edge")
 
 
 def _short(lengths: Any) -> str:

@@ -1,12 +1,26 @@
 """The judge is judged: the oracle against numbers worked by hand, the comparison against planted faults."""
 
+import ast
+import inspect
 import math
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxattn.testing import CASES, Case, compare, oracle_attention
+from jaxattn.testing import (
+    CASES,
+    Case,
+    Gradients,
+    compare,
+    cotangents,
+    gradient_oracle,
+    gradient_problems,
+    oracle,
+    oracle_attention,
+    oracle_gradients,
+)
+from jaxattn.testing.cases import Poison
 from jaxattn.testing.compare import oracle_for, plain_kernel_run, tolerance, ulp
 
 CASE = Case("judge", (4, 3), (2, 5), q_tail=1, k_tail=1, causal=True)
@@ -137,4 +151,123 @@ def test_a_weaker_promise_about_poison_frees_only_its_segment_and_head_group() -
     assert compare(case, "float32", out, lse, poison="segment").passed
     assert not compare(case, "float32", out, lse, poison="row").passed
     out[4, 0] = np.nan
+    assert not compare(case, "float32", out, lse, poison="segment").passed
+
+
+def test_names_of_cases_are_unique_and_the_table_is_small_enough_to_read() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) <= 64
+    assert all(max(case.rows) <= 1024 for case in CASES)
+
+
+@pytest.mark.parametrize("module", [oracle, gradient_oracle], ids=lambda m: m.__name__)
+def test_the_oracle_shares_no_code_with_the_library(module) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    assert imported <= {"math", "collections.abc", "typing", "numpy", "jaxtyping", "jaxattn.testing.oracle"}
+
+
+def test_gradients_of_two_equal_keys_worked_by_hand() -> None:
+    # p = 1/2 each, out = 2, lse = ln 2. With d_out = 1 and d_lse = 3: dv = p; ds = p (v - out + 3) = 1/2 and 5/2;
+    # dq = sum ds k = 0 + 0 since the keys are 0; dk = ds q.
+    one, zero = np.ones((1, 1, 1)), np.zeros((2, 1, 1))
+    v = np.array([0.0, 4.0]).reshape(2, 1, 1)
+    got = oracle_gradients(one, zero, v, [0, 1], [0, 2], one, np.full((1, 1), 3.0))
+    assert (got.q.item(), got.k.ravel().tolist(), got.v.ravel().tolist()) == (0, [0.5, 2.5], [0.5, 0.5])
+    # A sink of ln 2 takes half: p = 1/4 each, out = 1; dsink = 1/2 (3 - 1) = 1.
+    got = oracle_gradients(one, zero, v, [0, 1], [0, 2], one, np.full((1, 1), 3.0), sinks=np.array([math.log(2)]))
+    assert got.sinks.item() == pytest.approx(1)
+    assert got.k.ravel().tolist() == pytest.approx([0.25 * (0 - 1 + 3), 0.25 * (4 - 1 + 3)])
+
+
+GRADED = Case(
+    "graded", (4, 3, 1), (2, 5, 0), q_tail=1, k_tail=2, heads=(4, 2), widths=(3, 2), causal=True, window_size=(2, None),
+    softcap=1.5, sinks=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [GRADED, Case("plain", (3, 2), (2, 3), heads=(2, 1), widths=(2, 2))], ids=lambda c: c.name
+)
+def test_oracle_gradients_are_central_differences_of_the_oracle(case: Case) -> None:
+    inputs = case.inputs("float64")
+    arrays = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks")}
+    offsets = case.segments.cu_seqlens_q.tolist(), case.segments.cu_seqlens_k.tolist()
+    d_out, d_lse = cotangents(case, "float64")
+
+    def loss(**arrays) -> float:
+        wanted = oracle_attention(arrays.pop("q"), arrays.pop("k"), arrays.pop("v"), *offsets, **arrays, **case.options)
+        lse = np.where(np.isfinite(wanted.lse), wanted.lse, 0)
+        return float((wanted.out * np.nan_to_num(d_out)).sum() + (lse * np.nan_to_num(d_lse)).sum())
+
+    got = oracle_gradients(inputs.q, inputs.k, inputs.v, *offsets, d_out, d_lse, sinks=inputs.sinks, **case.options)
+    step = 1e-5
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        array = array.astype(np.float64)
+        for index in np.ndindex(*array.shape):
+            up, down = array.copy(), array.copy()
+            up[index] += step
+            down[index] -= step
+            slope = (loss(**{**arrays, name: up}) - loss(**{**arrays, name: down})) / (2 * step)
+            assert getattr(got, name)[index] == pytest.approx(slope, rel=1e-6, abs=1e-8), (name, index)
+
+
+def right_gradients(case: Case) -> Gradients:
+    inputs, offsets = case.inputs("float32"), (case.segments.cu_seqlens_q.tolist(), case.segments.cu_seqlens_k.tolist())
+    got = oracle_gradients(
+        inputs.q, inputs.k, inputs.v, *offsets, *cotangents(case, "float32"), sinks=inputs.sinks, **case.options
+    )
+    return Gradients(*(None if x is None else x.astype(np.float32) for x in got))
+
+
+GRADIENT_FAULTS = {
+    "a gradient in an empty row": lambda g: g.q.__setitem__((0, 0, 0), 1e-30),
+    "NaN in an empty row": lambda g: g.q.__setitem__((0, 0, 0), np.nan),
+    "a gradient in the tail of q": lambda g: g.q.__setitem__((8, 0, 0), 1e-30),
+    "a gradient in the tail of k": lambda g: g.k.__setitem__((8, 0, 0), 1e-30),
+    "NaN in the tail of v": lambda g: g.v.__setitem__((7, 1, 0), np.nan),
+    "heads not added up": lambda g: g.k.__imul__(0.5),
+    "NaN in an ordinary row": lambda g: g.q.__setitem__((5, 1, 1), np.nan),
+    "the sink ignored": lambda g: g.sinks.__setitem__(0, 0),
+}
+
+
+def test_right_gradients_pass_and_planted_faults_fail() -> None:
+    assert gradient_problems(GRADED, "float32", right_gradients(GRADED)) == []
+    for name, fault in GRADIENT_FAULTS.items():
+        got = right_gradients(GRADED)
+        fault(got)
+        assert len(gradient_problems(GRADED, "float32", got)) >= 1, name
+    wrong_shape = right_gradients(GRADED)._replace(v=np.zeros((10, 2, 3), np.float32))
+    assert gradient_problems(GRADED, "float32", wrong_shape) == [
+        "`dv` is float32[10, 2, 3] where float32[9, 2, 2] is due."
+    ]
+
+
+def test_gradients_that_poison_leaves_open_are_not_looked_at_and_all_others_are() -> None:
+    # Row 1 of the first segment sees keys 0 and 1 in head group 0; the other segment and group stay specified.
+    case = Case("", (2, 2), heads=(2, 2), widths=(2, 2), causal=True, poison=(Poison("q", 1),))
+    got = right_gradients(case)
+    assert np.isnan(got.q).any(axis=-1).tolist() == [[False, False], [True, False], [False, False], [False, False]]
+    assert np.isnan(got.k).any(axis=-1).tolist() == [[True, False], [True, False], [False, False], [False, False]]
+    assert gradient_problems(case, "float32", got) == []
+    got.k[0, 1] += 1
+    assert gradient_problems(case, "float32", got) != []
+
+
+def test_an_empty_row_of_a_poisoned_sink_is_not_empty() -> None:
+    case = Case("", (2,), (0,), sinks=True, q_tail=1, widths=(2, 2), poison=(Poison("sinks", 0, 1),))
+    out, lse = answer(case)
+    assert np.isnan(out[:2, 1]).all()
+    assert not out[:, 0].any()
+    assert compare(case, "float32", out, lse).passed
+    zero = np.where(np.isnan(out), 0, out)
+    assert not compare(case, "float32", zero, lse).passed
+    assert compare(case, "float32", zero, lse, poison="segment").passed
+    out[2, 1] = np.nan  # tails stay tails
     assert not compare(case, "float32", out, lse, poison="segment").passed

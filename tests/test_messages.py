@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
 from interop import npu_packed_attention
-from jaxattn import Segments, reference_attention
+from jaxattn import Segments, draw, pack, pack_padded, reference_attention, unpack, unpack_padded
 from npu import fused_infer_attention_varlen
 
 CU = torch.tensor([0, 4], dtype=torch.int32)
@@ -159,11 +160,143 @@ SEGMENTS = [
         "for lengths.",
     ),
 ]
+SEGMENTS += [
+    (
+        lambda: Segments.from_lengths([1], num_segments=-1),
+        "`num_segments`: -1. It must be an int >= 0 or None. Pass a Python int.",
+    ),
+    (
+        lambda: Segments.from_segment_ids([0, 0, 1, 1, 0, 0]),
+        "`q`: id 0 comes back at row 4 after a change. The rows of a segment lie together. Sort the rows by id, or give "
+        "each run an id of its own.",
+    ),
+    (
+        lambda: Segments.from_segment_ids([1, 2, 9], [2, 2, 1]),
+        "`k`: id 2 at row 0 comes in another order than in `q`. Shared ids come in the same order on both sides. Reorder "
+        "the segments of one side.",
+    ),
+    (
+        lambda: Segments.from_segment_ids([1, 2], padding_id=0.0),
+        "`padding_id`: 0.0. It must be an int or None. Pass the id that marks padding.",
+    ),
+    (
+        lambda: Segments.from_segment_ids([1, 2, 3], num_segments=2),
+        "`num_segments`: 2 is less than the 3 segments given. Padding only adds empty segments. Use num_segments=3 or "
+        "more.",
+    ),
+    (
+        lambda: Segments.from_segment_ids(jnp.ones((1, 4), int)),
+        "`q`: ids of shape (1, 4). They must have one dimension. Pass a flat list or array.",
+    ),
+    (
+        lambda: Segments.from_segment_ids([2**63]),
+        "`q`: ids past the range of int64. They are compared as int64. Renumber them.",
+    ),
+    (
+        lambda: jax.jit(Segments.from_segment_ids)(jnp.arange(3)),
+        "`num_segments`: None with traced ids. The number of segments is the shape of the offsets. Pass the largest number "
+        "expected; the rest become empty segments.",
+    ),
+    (
+        lambda: jax.jit(lambda ids: Segments.from_segment_ids(ids, num_segments=1))(jnp.arange(3, dtype=jnp.uint32)),
+        "`q`: traced ids of dtype uint32. They are compared as int32. Use .astype(int32).",
+    ),
+    (
+        lambda: jax.jit(lambda ids: Segments.from_segment_ids(ids, [2**40], num_segments=1))(jnp.arange(3)),
+        "`k`: ids past the range of int32. They are compared as int32. Renumber them.",
+    ),
+    (
+        lambda: Segments.from_position_ids([0, 1, -1, 0]),
+        "`q`: position -1 at row 2. Positions count from 0; negative ones mark the tail, after the last segment. Use "
+        "Segments.from_segment_ids for padding elsewhere.",
+    ),
+    (
+        lambda: Segments.from_position_ids([0, 1], [0, 0]),
+        "`k`: 2 key segments for 1 query segments. Both sides need the same number. Use length 0 for a side that has "
+        "nothing.",
+    ),
+    (
+        lambda: Segments.from_lengths([2, 3]).q_ids(4),
+        "`cu_seqlens_q`: the last offset is 5, past the 4 rows of `q`. Offsets count rows and end at or before the last "
+        "one. Pass the offsets of this batch.",
+    ),
+    (
+        lambda: draw(Segments.from_lengths([65])),
+        "`segments`: 65 query rows and 65 key rows. At most 64 of each make readable text. Draw a few segments alone.",
+    ),
+    (
+        lambda: jax.jit(lambda s: len(draw(s)))(Segments.from_lengths([1])),
+        "`segments`: traced offsets. Only concrete ones can be drawn. Draw outside of jit and vmap.",
+    ),
+]
 
 
 @pytest.mark.parametrize(("make", "line"), SEGMENTS)
 def test_segments(make, line: str) -> None:
     assert told(make) == [line]
+
+
+TOKENS = np.ones((2, 3), np.float32)
+TWO_THREE = np.ones((2, 3), bool)
+PACKING = [
+    (
+        lambda: pack([]),
+        "`sequences`: none. Their structure, dtypes and shapes are those of the result. Pass at least one.",
+    ),
+    (
+        lambda: pack([[1, 2]]),
+        "`sequences[0]`: a leaf 1. Every leaf is an array with tokens on the first axis. Use numpy.asarray or reshape.",
+    ),
+    (
+        lambda: pack([TOKENS, TOKENS.astype(np.float16)]),
+        "`sequences[1]`: float16[L, 3] after float32[L, 3]. All have one structure, and each leaf one dtype and shape but "
+        "for its length. Convert them first.",
+    ),
+    (
+        lambda: pack([{"a": TOKENS, "b": TOKENS[:1]}]),
+        "`sequences[0]`: leaves of 2 and 1 tokens. All leaves share the token axis. Pass one length.",
+    ),
+    (lambda: pack([TOKENS], total=1), "`total`: 1 rows for 2 tokens. Nothing is dropped. Use total=2 or more."),
+    (
+        lambda: unpack(TOKENS, Segments.from_lengths([3])),
+        "`packed`: 2 rows for offsets up to 3. The query segments lie in its rows. Pass the segments of this batch.",
+    ),
+    (
+        lambda: jax.jit(unpack)(TOKENS, Segments.from_lengths([2])),
+        "`segments`: traced offsets. The lengths of the results are shapes. Unpack outside of jit, or use unpack_padded.",
+    ),
+    (
+        lambda: pack_padded(TOKENS, TWO_THREE.astype(int)),
+        "`mask`: int64[2, 3]. It is a bool array [B, L], True for a token. Use mask.astype(bool).",
+    ),
+    (
+        lambda: pack_padded(TOKENS, TWO_THREE[:1]),
+        "`mask`: shape (1, 3) for a batch of (2, 3). It has an entry for every slot of the batch. Pass the mask of this "
+        "batch.",
+    ),
+    (
+        lambda: jax.jit(pack_padded)(TOKENS, TWO_THREE),
+        "`total`: None with a traced mask. The rows of the result are a shape. Pass a number of rows; 6 hold any mask of "
+        "this batch.",
+    ),
+    (
+        lambda: pack_padded(TOKENS, TWO_THREE, total=5),
+        "`total`: 5 rows for 6 tokens. Nothing is dropped. Use total=6 or more.",
+    ),
+    (
+        lambda: unpack_padded(TOKENS, TWO_THREE),
+        "`mask`: 6 tokens for the 2 rows of `packed`. Every token has a row. Pass the mask that the batch was packed with.",
+    ),
+    (
+        lambda: unpack_padded(np.ones(6, np.uint8), TWO_THREE, fill=-100),
+        "`fill`: -100 for uint8. Every leaf must be able to hold it. Unpack the leaves apart.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "line"), PACKING)
+def test_packing(call, line: str) -> None:
+    assert told(call) == [line]
 
 
 Q = jnp.ones((4, 6, 8))

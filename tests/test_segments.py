@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from jaxattn import Segments
-from jaxattn.mask import dense_mask, query_ids
+from jaxattn import Segments, draw
+from jaxattn.mask import dense_mask
 
 
 def test_lengths_and_offsets_say_the_same() -> None:
@@ -50,10 +51,16 @@ def test_host_offsets_stay_concrete_inside_jit() -> None:
 def test_passes_through_transforms() -> None:
     one, two = Segments.from_lengths([3, 2]), Segments.from_lengths([1, 4])
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), one, two)
-    ids = jax.vmap(lambda s: query_ids(s, 6))(batch)
+    ids = jax.vmap(lambda s: s.q_ids(6))(batch)
     assert ids.tolist() == [[0, 0, 0, 1, 1, -1], [0, 1, 1, 1, 1, -1]]
     total, _ = jax.lax.scan(lambda c, s: (c + s.q_lengths, None), jnp.zeros(2, jnp.int32), batch)
     assert total.tolist() == [4, 6]
+    spec = PartitionSpec("batch")
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    shifted = jax.shard_map(lambda s: jax.vmap(lambda s: s.q_ids(6))(s), mesh=mesh, in_specs=spec, out_specs=spec)
+    assert shifted(batch).tolist() == ids.tolist()
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(one)]
+    assert paths == [".cu_seqlens_q", ".cu_seqlens_k"]
     assert jax.tree.map(lambda _: None, one) is not None
     assert "traced or batched" in repr(batch)
 
@@ -94,3 +101,26 @@ def test_repr() -> None:
 def test_masks_worked_by_hand(segments: Segments, options: dict, rows: list[str]) -> None:
     mask = dense_mask(segments, len(rows), len(rows[0]), **options)
     assert ["".join("01"[x] for x in row) for row in mask.astype(int).tolist()] == rows
+
+
+def test_drawings_worked_by_hand() -> None:
+    assert draw(Segments.from_lengths([2], [5]), causal=True) == "k  0 1 2 3 4\nq0 x x x x .\nq1 x x x x x"
+    tails = draw(Segments.from_lengths([2, 0, 1], [1, 2, 1]), 4, 5, window_size=(0, None)).splitlines()
+    assert tails == [
+        "k  0 | 1 2 | 3 | 4",
+        "q0 x | . . | . | .",
+        "q1 x | . . | . | .",
+        "-- - | --- | - | -",
+        "q2 . | . . | x | .",
+        "-- - | --- | - | -",
+        "q3 . | . . | . | .",
+    ]
+    assert draw(Segments.from_lengths([1], [11])).splitlines()[0] == "k   0  1  2  3  4  5  6  7  8  9 10"
+    assert draw(Segments.from_lengths([])) == "k"
+    assert draw(Segments.from_lengths([2], [0])) == "k\nq0\nq1"
+
+
+def test_drawing_inside_jit_shows_offsets_of_the_host() -> None:
+    drawn = []
+    jax.jit(lambda x: drawn.append(draw(Segments.from_lengths([1]))) or x)(1.0)
+    assert drawn == ["k  0\nq0 x"]

@@ -136,6 +136,9 @@ def _short(lengths: tuple[int, ...], tail: int) -> str:
 
 _ZIPF = tuple(max(1, 200 // rank) for rank in range(1, 25))
 
+_INF = float("inf")
+_SINKS = (Poison("sinks", 0, 1), Poison("sinks", 0, 2, _INF), Poison("sinks", 0, 3, -_INF))
+
 CASES: tuple[Case, ...] = (
     Case("one segment", (9,)),
     Case("three segments of unequal length", (5, 3, 9)),
@@ -149,11 +152,14 @@ CASES: tuple[Case, ...] = (
     Case("short query sees the end", (2,), (5,), causal=True),
     Case("rows before the first key are empty", (5,), (2,), causal=True),
     Case("alignment per segment, not by padded maximum", (1, 3), (3, 2), causal=True),
+    Case("new tokens after caches of every length", (1, 1, 1, 4), (9, 4, 1, 10), causal=True),
     Case("segments empty on one side", (2, 0, 2), (3, 2, 0)),
+    Case("one segment without keys, one without queries", (2, 0, 2), (0, 3, 2)),
     Case("segments empty on one side, causal", (2, 0, 4, 2), (3, 2, 0, 2), causal=True),
     Case("segments empty on both sides", (0, 3, 0, 0, 2, 0)),
     Case("no segments, only a tail", (), q_tail=3, k_tail=2),
     Case("nothing at all", ()),
+    Case("every segment empty, rows in tails only", (0, 0), q_tail=3, k_tail=2, widths=(64, 32)),
     Case("queries without any key", (3, 2), (0, 0), widths=(64, 32)),
     Case("keys without any query", (0, 0), (3, 2)),
     Case("tails on both sides", (5, 2), q_tail=3, k_tail=4),
@@ -162,6 +168,9 @@ CASES: tuple[Case, ...] = (
     Case("window on unequal lengths", (2,), (6,), window_size=(2, 0)),
     Case("window on both sides", (9, 4), window_size=(2, 1)),
     Case("window with one side unlimited", (7, 5), (9, 4), window_size=(None, 1)),
+    Case("window unlimited on both sides, written as -1", (7, 5), (9, 4), window_size=(-1, -1)),
+    Case("window ahead only", (6, 3), window_size=(0, 2)),
+    Case("window on new tokens after a cache", (1, 3), (9, 8), causal=True, window_size=(3, None)),
     Case("window of one key", (4, 3), window_size=(0, 0)),
     Case("causal cuts the right side of a window", (8, 3), causal=True, window_size=(4, 3)),
     Case("window leaves leading rows empty", (9, 4), (3, 4), window_size=(1, 2)),
@@ -177,13 +186,22 @@ CASES: tuple[Case, ...] = (
     Case("head width 1", (4, 3), widths=(1, 1)),
     Case("scale given", (6, 5), softmax_scale=0.5),
     Case("scale of zero averages", (4, 2), softmax_scale=0.0),
+    Case("scale below zero", (4, 2), softmax_scale=-0.25, causal=True),
     Case("large scores", (12, 9), gain=6.0),
     Case("softcap", (6, 5), softcap=2.0, causal=True),
     Case("sinks", (6, 5), sinks=True, heads=(4, 2)),
     Case("sinks in empty rows and tails", (5, 2), (2, 0), q_tail=2, causal=True, sinks=True),
+    Case("sinks where no row sees a key", (2, 1), (0, 0), q_tail=1, sinks=True),
+    Case("sinks under a window", (9, 4), (3, 4), window_size=(1, 0), sinks=True),
     Case("NaN in the tails", (5,), q_tail=3, k_tail=3, poison=(Poison("q", 6), Poison("k", 5), Poison("v", 7))),
     Case("NaN in another segment's value", (3, 2), poison=(Poison("v", 4),), causal=True),
-    Case("Inf in another segment's key", (3, 4), poison=(Poison("k", 1, value=float("inf")),)),
+    Case("Inf in another segment's key", (3, 4), poison=(Poison("k", 1, value=_INF),)),
     Case("NaN in one query", (3, 4), heads=(4, 2), poison=(Poison("q", 2, head=1),)),
+    Case(
+        "Inf in a query that sees no key", (5,), (2,), causal=True, poison=(Poison("q", 0, value=-_INF), Poison("q", 4))
+    ),
+    Case("Inf in a value of one head group", (5, 2), heads=(4, 2), causal=True, poison=(Poison("v", 3, 1, _INF),)),
+    Case("NaN behind a window", (7,), window_size=(1, 1), poison=(Poison("k", 0), Poison("v", 6))),
+    Case("NaN and Inf in sinks", (3, 1), (2, 0), q_tail=2, heads=(4, 2), sinks=True, poison=_SINKS),
     Case("NaN in keys without queries", (2, 0, 3), (2, 3, 3), poison=(Poison("k", 3), Poison("v", 4))),
 )

@@ -81,10 +81,11 @@ def compare(
         return Comparison(np.inf, 0.0, np.inf, 0.0, False, "", tuple(problems))
 
     out64, lse64 = np.asarray(out, np.float64), np.asarray(lse, np.float64)
-    sees_nothing = rows_that_see_nothing(case)
+    # A row that sees nothing is empty, unless the sink of its head is poisoned.
+    empty = rows_that_see_nothing(case)[:, None] & ~np.isnan(wanted.lse).T
     free = np.zeros((*out.shape[:2],), bool)
     if poison == "segment":
-        free = case.poisoned_segments() & ~sees_nothing[:, None]
+        free = case.poisoned_segments() & ~empty
     allowed = tolerance(case, inputs, wanted, dtype, arithmetic)
 
     out_error = np.where(free[..., None], 0, _error(out64, wanted.out)).max(axis=-1, initial=0)
@@ -95,7 +96,7 @@ def compare(
 
     lse_want_empty = np.isneginf(wanted.lse)
     emptiness_equal = bool(
-        (out64[sees_nothing] == 0).all() and np.array_equal(np.isneginf(lse64) & ~free.T, lse_want_empty & ~free.T)
+        (out64[empty] == 0).all() and np.array_equal(np.isneginf(lse64) & ~free.T, lse_want_empty & ~free.T)
     )
     if not emptiness_equal:
         problems.append("Rows that see no key are not exactly those with out 0 and lse -inf.")

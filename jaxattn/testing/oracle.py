@@ -5,7 +5,7 @@ next to the definition, not to be fast.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,11 +52,31 @@ def oracle_attention(
     Tq, N, D = q.shape
     group = N // k.shape[1]
     scale = 1 / math.sqrt(D) if softmax_scale is None else float(softmax_scale)
+    wanted = Wanted(np.zeros((Tq, N, v.shape[2])), np.full((N, Tq), -np.inf), np.zeros(N))
+    for row, keys in query_rows(cu_seqlens_q, cu_seqlens_k, causal, window_size):
+        for h in range(N):
+            sink = None if sinks is None else float(np.asarray(sinks).astype(np.float64)[h])
+            out, lse, size = _row(q[row, h], k[keys, h // group], v[keys, h // group], scale, softcap, sink)
+            wanted.out[row, h] = out
+            wanted.lse[h, row] = lse
+            wanted.largest_score[h] = max(wanted.largest_score[h], size)
+    return wanted
+
+
+def query_rows(
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    causal: bool,
+    window_size: tuple[int | None, int | None] | None,
+) -> Iterator[tuple[int, slice]]:
+    """Every query row of a segment with the key rows that it sees. Tail rows do not come up.
+
+    >>> [(row, keys.start, keys.stop) for row, keys in query_rows([0, 2], [0, 5], True, None)]
+    [(0, 0, 4), (1, 0, 5)]
+    """
     left, right = window_size if window_size is not None else (None, None)
     if causal:
         right = 0
-    wanted = Wanted(np.zeros((Tq, N, v.shape[2])), np.full((N, Tq), -np.inf), np.zeros(N))
-
     for b in range(len(cu_seqlens_q) - 1):
         q0, q1 = int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1])
         k0, k1 = int(cu_seqlens_k[b]), int(cu_seqlens_k[b + 1])
@@ -67,14 +87,7 @@ def oracle_attention(
                 first = max(first, i + shift - int(left))
             if right is not None and right != -1:
                 last = min(last, i + shift + int(right))
-            rows = slice(k0 + first, k0 + last + 1) if last >= first else slice(0, 0)
-            for h in range(N):
-                sink = None if sinks is None else float(np.asarray(sinks).astype(np.float64)[h])
-                out, lse, size = _row(q[q0 + i, h], k[rows, h // group], v[rows, h // group], scale, softcap, sink)
-                wanted.out[q0 + i, h] = out
-                wanted.lse[h, q0 + i] = lse
-                wanted.largest_score[h] = max(wanted.largest_score[h], size)
-    return wanted
+            yield q0 + i, slice(k0 + first, k0 + last + 1) if last >= first else slice(0, 0)
 
 
 def _row(
