@@ -1,13 +1,19 @@
 """Packed attention for torch users, on tensors that lie on an NPU."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from npu.kernels import run
-from npu.plan import make_plan
-from npu.validation import Described, offsets_problems, packed_problems
+from npu.kernels import run, run_backward
+from npu.offsets import HostOffsets, host_offsets
+from npu.plan import Plan, make_plan
+from npu.validation import Described, offsets_problems, option_problems, packed_problems, sinks_problems
+
+Window = tuple[int | None, int | None]
 
 
 def fused_infer_attention_varlen(
@@ -22,7 +28,7 @@ def fused_infer_attention_varlen(
     softmax_scale: float | None = None,
     return_softmax_lse: bool = False,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention inside each segment of a packed batch, by the fused inference kernel of the NPU.
@@ -38,12 +44,14 @@ def fused_infer_attention_varlen(
     -inf. A NaN or Inf stays inside its segment and head group; there any row may become non-finite.
 
     Args:
-        q: queries `[Tq, N, D]` on an NPU, float16 or bfloat16.
+        q: queries `[Tq, N, D]` on an NPU, float16, bfloat16 or float32. float32, and heads wider than 192 and 128, run
+            on the training kernel, which is documented for training products.
         k: keys `[Tk, K, D]` on the same NPU, same dtype; `N` is a multiple of `K`.
         v: values `[Tk, K, Dv]`, likewise.
         cu_seqlens_q, cu_seqlens_k: int32 offsets `[B + 1]`: start with 0, never decrease, end at or before T. On a
-            device they are read back once per call, which waits for the device.
-        cu_seqlens_q_host, cu_seqlens_k_host: the same as host integers; then the tensors are not read.
+            device they are read once per tensor, which waits for the device.
+        cu_seqlens_q_host, cu_seqlens_k_host: the same as host integers; then the tensors are not read, except inside
+            `npu.checking()`.
         softmax_scale: the factor on `<q, k>`; None means `D ** -0.5`.
         return_softmax_lse: also return lse, the natural log of the softmax sum.
         causal: hide keys after the query.
@@ -51,82 +59,155 @@ def fused_infer_attention_varlen(
         sinks: one logit per query head, floating `[N]` on the same NPU, added to the softmax sum.
 
     Returns:
-        out `[Tq, N, Dv]` in the dtype of q; with `return_softmax_lse=True` also lse float32 `[N, Tq]`. No gradients.
+        out `[Tq, N, Dv]` in the dtype of q; with `return_softmax_lse=True` also lse float32 `[N, Tq]`. No gradients:
+        that is `fusion_attention_varlen`.
 
     Raises:
         ValueError: everything that is wrong with the call, one line each.
         NotImplementedError: what the kernel lacks, by name, and what to use instead.
         RuntimeError: the device refused or failed.
     """
-    described = [Described(tuple(t.shape), _name(t.dtype), str(t.device)) for t in (q, k, v)]
-    problems = packed_problems(*described)
-    problems += _option_problems(causal, window_size)
-    if sinks is not None and q.ndim == 3:
-        problems += _sinks_problems(sinks, q)
-    offsets: list[tuple[int, ...]] = []
-    for name, tensor, host, rows in (
-        ("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q_host, q.shape[0] if q.ndim == 3 else None),
-        ("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k_host, k.shape[0] if k.ndim == 3 else None),
-    ):
-        values, found = _read_offsets(name, tensor, host)
-        if not found and rows is not None:
-            found = offsets_problems(name, values, rows)
-        offsets.append(values)
-        problems += found
-    if not problems and len(offsets[0]) != len(offsets[1]):
-        problems.append(
-            f"`cu_seqlens_k`: {len(offsets[1]) - 1} key segments for {len(offsets[0]) - 1} query segments. Both sides "
-            f"need the same number. Repeat an offset for a segment that has nothing."
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
-
-    left, right = (None if reach == -1 else reach for reach in window_size)
-    plan = make_plan(
-        tuple(q.shape), tuple(k.shape), tuple(v.shape), _name(q.dtype), *offsets,
-        softmax_scale=softmax_scale, left=left, right=0 if causal else right,
-        return_softmax_lse=return_softmax_lse or sinks is not None,
-    )  # fmt: skip
+    plan = _planned(
+        (q, k, v),
+        (("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q_host), ("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k_host)),
+        _Options(softmax_scale, causal, window_size, return_softmax_lse),
+        sinks,
+        gradient=False,
+    )
     out, lse = run(plan, q, k, v, sinks=sinks, return_softmax_lse=return_softmax_lse)
     return out if lse is None else (out, lse)
 
 
-def _read_offsets(name: str, tensor: Tensor, host: Sequence[int] | None) -> tuple[tuple[int, ...], list[str]]:
-    """The offsets as host integers, from the host copy where there is one, and what is wrong with them."""
-    if host is not None:
-        values = tuple(host)
-        if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-            return values, []
-        return values, [f"`{name}_host`: {values}. It must hold Python ints. Use tensor.tolist()."]
-    if tensor.ndim != 1 or tensor.dtype not in (torch.int32, torch.int64):
-        return (), [
-            f"`{name}`: {_name(tensor.dtype)} of shape {tuple(tensor.shape)}. Offsets are int32 with one dimension. "
-            f"Pass running sums that start with 0, as int32."
-        ]
-    return tuple(tensor.tolist()), []
+def fusion_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    cu_seqlens_q_host: Sequence[int] | None = None,
+    cu_seqlens_k_host: Sequence[int] | None = None,
+    softmax_scale: float | None = None,
+    return_softmax_lse: bool = False,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    sinks: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same attention by the training kernel of the NPU, differentiable.
+
+    Parameters, results and errors are those of `fused_infer_attention_varlen`. Gradients for q, k, v and sinks flow
+    through out and through lse, also where a segment has more queries than keys; those of rows that see nothing are 0.
+    The operator takes the gradient of lse in the dtype of q, so in float16 and bfloat16 it is rounded.
+
+    Raises:
+        ValueError, NotImplementedError, RuntimeError: as there; heads of width 1 to 768, v at most 767.
+    """
+    plan = _planned(
+        (q, k, v),
+        (("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q_host), ("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k_host)),
+        _Options(softmax_scale, causal, window_size, return_softmax_lse),
+        sinks,
+        gradient=True,
+    )
+    out, lse = _Fusion.apply(plan, q, k, v, sinks)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_softmax_lse else out
 
 
-def _option_problems(causal: object, window_size: object) -> list[str]:
-    found = []
-    if not isinstance(causal, bool):
-        found.append(f"`causal`: {causal!r}. It must be True or False. Pass a Python bool.")
-    entries = list(window_size) if isinstance(window_size, tuple | list) else []
-    if len(entries) != 2 or not all(e is None or (type(e) is int and e >= -1) for e in entries):
-        found.append(
-            f"`window_size`: {window_size!r}. It must be (left, right), each an int >= 0, or None or -1 for unlimited. "
-            f"Use (4, 0) for the key itself and four before it."
+class _Fusion(torch.autograd.Function):
+    """The training kernel and its gradient. The operator's own autograd knows no lse, no sinks and no empty rows."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = run(plan, q, k, v, sinks=sinks, return_softmax_lse=True)
+        assert lse is not None
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)  # a gradient that nobody asked for stays None, and costs nothing
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv, dsinks = run_backward(ctx.plan, q, k, v, out, lse, dout, dlse, sinks=sinks)
+        return None, dq, dk, dv, None if dsinks is None else dsinks.to(sinks.dtype)
+
+
+_Inputs = tuple[Described, Described, Described, Described | None]
+
+
+class _Options(NamedTuple):
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    return_softmax_lse: bool
+
+
+def _planned(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[tuple[str, Tensor, Sequence[int] | None], ...],
+    options: _Options,
+    sinks: Tensor | None,
+    *,
+    gradient: bool,
+) -> Plan:
+    """The plan of a call. Checked and made once per packing; every later call is a lookup.
+
+    Raises:
+        ValueError: everything that is wrong with the call, one line each.
+        NotImplementedError: what the kernels lack.
+    """
+    q, k, v = (_describe(x) for x in tensors)
+    described = (q, k, v, None if sinks is None else _describe(sinks))
+    read = tuple(host_offsets(*each) for each in offsets)
+    # Options are looked at in every call: to the cache True and 1 are one key.
+    if wrong := option_problems(*options):
+        raise ValueError("\n".join(_problems(described, read, wrong)))
+    return _plan(
+        described, read, options._replace(window_size=(options.window_size[0], options.window_size[1])), gradient
+    )
+
+
+@lru_cache(maxsize=512)
+def _plan(described: _Inputs, offsets: tuple[HostOffsets, ...], options: _Options, gradient: bool) -> Plan:
+    if problems := _problems(described, offsets, []):
+        raise ValueError("\n".join(problems))
+    q, k, v, sinks = described
+    shapes: Any = (q.shape, k.shape, v.shape)
+    left, right = (None if reach == -1 else reach for reach in options.window_size)
+    return make_plan(
+        *shapes, q.dtype, *(read.values for read in offsets),
+        softmax_scale=options.softmax_scale, left=left, right=0 if options.causal else right,
+        return_softmax_lse=options.return_softmax_lse or sinks is not None, gradient=gradient,
+    )  # fmt: skip
+
+
+def _problems(described: _Inputs, offsets: tuple[HostOffsets, ...], option_lines: list[str]) -> list[str]:
+    """What is wrong with a call, one line each, in a fixed order."""
+    q, k, v, sinks = described
+    problems = packed_problems(q, k, v) + option_lines
+    if len(q.shape) == 3:
+        problems += sinks_problems(sinks, q)
+    counts = []
+    for name, read, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, (q, k), strict=True):
+        values = read.values
+        counts.append(len(values) - 1)
+        if read.problem:
+            problems.append(read.problem)
+        elif len(tensor.shape) == 3:
+            problems += offsets_problems(name, values, tensor.shape[0])
+    if not problems and counts[0] != counts[1]:
+        problems.append(
+            f"`cu_seqlens_k`: {counts[1]} key segments for {counts[0]} query segments. Both sides need the same number. "
+            f"Repeat an offset for a segment that has nothing."
         )
-    return found
+    return problems
 
 
-def _sinks_problems(sinks: Tensor, q: Tensor) -> list[str]:
-    if tuple(sinks.shape) == (q.shape[1],) and sinks.dtype.is_floating_point and sinks.device == q.device:
-        return []
-    return [
-        f"`sinks`: {_name(sinks.dtype)} of shape {tuple(sinks.shape)} on {sinks.device}. It must be floating, one logit "
-        f"per query head ({q.shape[1]},), on the device of q. Reshape it, or move it with sinks.to(q.device)."
-    ]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _describe(x: Any) -> Described:
+    if not isinstance(x, Tensor):
+        return Described((), type(x).__name__, "no device")
+    return Described(tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device))

@@ -4,40 +4,41 @@ Everything here is host integers. Nothing touches a device, so a plan can be pri
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-Runs = tuple[tuple[int, int], ...]
-"""Rows of a packed tensor as half-open ranges `(start, stop)`, in order, without gaps of length 0."""
+from npu.contract import DEFAULT, INFERENCE, TRAINING, Limit, Operator, Profile
 
-MOST_SEGMENTS = 4096
-"""Entries of actual_seq_lengths that one call takes (operator documents of the fused inference kernel)."""
-MOST_ROWS = 1_048_576
-"""Rows T of q or of k and v that one call takes (the same documents)."""
-MOST_HEADS = 256
-MOST_GROUP = 64
-"""Query heads N, and query heads per key/value head, that one call takes (the same documents)."""
-DTYPES = ("float16", "bfloat16")
+Runs = tuple[tuple[int, int], ...]
+"""Rows of a packed tensor as half-open ranges `(start, stop)`, in order, none empty, none touching the next."""
+Segment = tuple[tuple[int, int], tuple[int, int]]
+"""The rows of q and the rows of k of one segment."""
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of the operator: the rows of the caller's tensors that go in, and its keyword arguments.
+    """One call of the operator: what of the caller's tensors goes in, and the keyword arguments.
 
-    With `mask` the 2048 x 2048 triangle goes in as `atten_mask`.
+    `kv_heads` are the key/value heads that go in, `group` the query heads of each of them, as `(start, stop)`; None
+    is all. With `mask` the 2048 x 2048 triangle goes in as `atten_mask`.
     """
 
     q_rows: Runs
     k_rows: Runs
     mask: bool
     kwargs: tuple[tuple[str, Any], ...]
+    kv_heads: tuple[int, int] | None = None
+    group: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         arguments = [f"{name}={_brief(value)}" for name, value in self.kwargs]
         arguments += ["atten_mask=triangle(2048, 2048)"] if self.mask else []
-        return f"q rows {_ranges(self.q_rows)}, k rows {_ranges(self.k_rows)}: {', '.join(arguments)}"
+        heads = ""
+        if self.kv_heads is not None and self.group is not None:
+            heads = f", k heads {_ranges((self.kv_heads,))}, their query heads {_ranges((self.group,))}"
+        return f"q rows {_ranges(self.q_rows)}, k rows {_ranges(self.k_rows)}{heads}: {', '.join(arguments)}"
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,27 @@ class Plan:
     """Every kernel call of one packed attention, and what is done around them.
 
     Rows of q in no call see no key, or are a tail: their out is 0. Their lse is -inf, and with sinks the sink of the
-    head, except in the tail, which begins at `tail_start`.
+    head, except in the tail, which begins at `tail_start`. That is set from the plan, never by looking at values: a
+    row that sees an overflow may truly have an infinite lse.
     """
 
-    operator: str
+    operator: Operator
     shape: tuple[int, int, int]
     """The shape of out, `(Tq, N, Dv)`."""
+    kv_heads: int
     widths: tuple[int, int]
     """The head widths that the kernel is called with; q and k, and v, are zero-padded to them."""
     tail_start: int
     calls: tuple[KernelCall, ...]
+    decided_by: tuple[Limit, ...]
+    """The rows of the contract that chose the operator, the widths and the number of calls."""
 
     def __str__(self) -> str:
         Tq, N, Dv = self.shape
         head = f"{self.operator}: out [{Tq}, {N}, {Dv}], head widths padded to {self.widths[0]} and {self.widths[1]}"
         calls = [f"  call {i}: {call}" for i, call in enumerate(self.calls)] or ["  no call: no row sees a key"]
-        return "\n".join([head, *calls])
+        reasons = [f"  by {limit}" for limit in self.decided_by]
+        return "\n".join([head, *calls, *reasons])
 
 
 @lru_cache(maxsize=512)
@@ -76,6 +82,8 @@ def make_plan(
     left: int | None = None,
     right: int | None = None,
     return_softmax_lse: bool = False,
+    gradient: bool = False,
+    profile: Profile = DEFAULT,
 ) -> Plan:
     """The plan of a valid call; cached, so that a model of many layers plans once per batch.
 
@@ -85,71 +93,70 @@ def make_plan(
         cu_seqlens_q, cu_seqlens_k: offsets with the leading 0; the last may be below T (a tail).
         softmax_scale: None means `D ** -0.5` of the caller's D, also where the width is padded.
         left, right: the reach in keys, both ends inclusive, None for unlimited; causal is `right=0`.
-        return_softmax_lse: whether the kernel must return its lse.
+        return_softmax_lse: whether lse is wanted, or needed for a fix-up.
+        gradient: plan for the training operator and its gradient, `npu.kernels.run_backward`; there one spare column
+            of v carries the cotangent of lse.
+        profile: the chip and the CANN release.
 
     Raises:
-        NotImplementedError: what the kernel cannot do, by name, and what to use instead.
+        NotImplementedError: what the kernels cannot do, by name, and what to use instead.
     """
     (Tq, N, D), (_, K, _), (_, _, Dv) = q_shape, k_shape, v_shape
-    _check_kernel_has(dtype, N, K)
-    widths = kernel_widths(D, Dv)
-    kept = list(_rows_with_keys(cu_seqlens_q, cu_seqlens_k, right))
-    for q_rows, k_rows in kept:
-        if (most := max(q_rows[1] - q_rows[0], k_rows[1] - k_rows[0])) > MOST_ROWS:
-            raise NotImplementedError(
-                f"One segment has {most} rows. One kernel call takes {MOST_ROWS}, and a segment cannot be divided over "
-                f"calls. Use jaxattn.reference_attention, or shorter segments."
-            )
-    common: dict[str, Any] = {
-        "num_heads": N,
-        "num_key_value_heads": K,
-        "scale": D**-0.5 if softmax_scale is None else softmax_scale,
-        "input_layout": "TND",
-        "softmax_lse_flag": return_softmax_lse,
-    }
-    return Plan(
-        operator="npu_fused_infer_attention_score",
-        shape=(Tq, N, Dv),
-        widths=widths,
-        tail_start=cu_seqlens_q[-1],
-        calls=tuple(_call(batch, left, right, common) for batch in _batches(kept)),
-    )
+    operator, widths, decided_by = _choose(D, Dv, dtype, gradient, profile)
+    kept = tuple(_rows_with_keys(cu_seqlens_q, cu_seqlens_k, right))
+    batches = list(_batches(kept, operator, profile))
+    heads = list(_head_chunks(N, K, operator, profile))
+    if len(batches) > 1:
+        decided_by += tuple(profile[operator, name] for name in ("most_segments", "most_rows"))
+    if len(heads) > 1:
+        per_call = ("most_heads", "most_group") if operator == INFERENCE else ("most_heads",)
+        decided_by += tuple(profile[operator, name] for name in per_call)
+    scale = D**-0.5 if softmax_scale is None else softmax_scale
+    calls = []
+    for batch in batches:
+        call = _call(operator, batch, left, right, scale, return_softmax_lse)
+        for kv_heads, group in heads:
+            calls.append(_on_heads(call, operator, kv_heads, group, whole=len(heads) == 1))
+    return Plan(operator, (Tq, N, Dv), K, widths, cu_seqlens_q[-1], tuple(calls), decided_by)
 
 
-def kernel_widths(D: int, Dv: int) -> tuple[int, int]:
-    """The smallest head widths that every route of the inference kernel takes, at least `D` and `Dv`.
+def _choose(
+    D: int, Dv: int, dtype: str, gradient: bool, profile: Profile
+) -> tuple[Operator, tuple[int, int], tuple[Limit, ...]]:
+    """The operator, the head widths to call it with, and the rows of the contract that decided.
 
-    Sure are 64 and 128 with equal widths, and 192 for q and k with 128 for v (operator documents and tiling sources
-    of CANN 8.3 to 8.5). Zero columns change no score and add zero columns to out.
-
-    Raises:
-        NotImplementedError: wider heads.
+    The inference operator where it takes the widths and the dtype, else the training operator, which takes more. Zero
+    columns change no score and add zero columns to out.
     """
-    for width_qk, width_v in ((64, 64), (128, 128), (192, 128)):
-        if width_qk >= D and width_v >= Dv:
-            return width_qk, width_v
-    raise NotImplementedError(
-        f"Head widths {D} (q, k) and {Dv} (v). The inference kernel takes up to 192 for q and k with 128 for v in packed "
-        f"layout. Use jaxattn.reference_attention for wider heads."
-    )
+    dtypes, widths = profile[INFERENCE, "dtypes"], profile[INFERENCE, "widths"]
+    if not gradient and dtype in _names(dtypes):
+        for pair in widths.value if isinstance(widths.value, tuple) else ():
+            if isinstance(pair, tuple) and pair[0] >= D and pair[1] >= Dv:
+                return INFERENCE, pair, (dtypes, widths)
+    training, most = profile[TRAINING, "dtypes"], profile[TRAINING, "most_width"]
+    if dtype not in _names(training):
+        raise NotImplementedError(
+            f"dtype {dtype}. The fused kernels take {', '.join(_names(training))}. Cast q, k and v, for float64 to float32, "
+            f"or use jaxattn.packed_attention, which takes float64."
+        )
+    # q and k must be at least as wide as v; the gradient wants all equal, and one more column for lse.
+    width = max(D, Dv + 1) if gradient else max(D, Dv)
+    if width > most.number:
+        spare = " and one spare column" if gradient else ""
+        raise NotImplementedError(
+            f"Head widths {D} (q, k) and {Dv} (v){spare}. The widest that a fused kernel takes is {most.value}. Use "
+            f"jaxattn.packed_attention for wider heads."
+        )
+    return TRAINING, (width, width if gradient else Dv), (dtypes, widths, training, most)
 
 
-def _check_kernel_has(dtype: str, N: int, K: int) -> None:
-    if dtype not in DTYPES:
-        raise NotImplementedError(
-            f"dtype {dtype}. The inference kernel takes {' and '.join(DTYPES)}. Cast q, k and v, or use "
-            f"jaxattn.reference_attention, which takes float32 and float64."
-        )
-    if N > MOST_HEADS or N // K > MOST_GROUP:
-        raise NotImplementedError(
-            f"{N} query heads over {K} key/value heads. One kernel call takes {MOST_HEADS} query heads, {MOST_GROUP} per "
-            f"key/value head. Split the query heads over several calls, or use jaxattn.reference_attention."
-        )
+def _names(limit: Limit) -> tuple[str, ...]:
+    return tuple(str(name) for name in limit.value) if isinstance(limit.value, tuple) else ()
 
 
 def _rows_with_keys(
     cu_seqlens_q: tuple[int, ...], cu_seqlens_k: tuple[int, ...], right: int | None
-) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+) -> Iterator[Segment]:
     """The rows of q and of k that go into a call, per segment that has both.
 
     Query i sees a key only if j = 0 is within its right reach: 0 <= i + Lk - Lq + right. So exactly the first
@@ -164,29 +171,62 @@ def _rows_with_keys(
         yield (q0 + hidden, q1), (k0, k1)
 
 
-Segment = tuple[tuple[int, int], tuple[int, int]]
-
-
-def _batches(segments: list[Segment]) -> Iterator[list[Segment]]:
+def _batches(segments: tuple[Segment, ...], operator: Operator, profile: Profile) -> Iterator[tuple[Segment, ...]]:
     """Consecutive runs of segments that one call takes."""
-    batch: list[Segment] = []
-    rows_q = rows_k = 0
-    for q_rows, k_rows in segments:
-        add_q, add_k = q_rows[1] - q_rows[0], k_rows[1] - k_rows[0]
-        if batch and (len(batch) == MOST_SEGMENTS or rows_q + add_q > MOST_ROWS or rows_k + add_k > MOST_ROWS):
-            yield batch
-            batch, rows_q, rows_k = [], 0, 0
-        batch.append((q_rows, k_rows))
-        rows_q, rows_k = rows_q + add_q, rows_k + add_k
-    if batch:
-        yield batch
+    most_segments = profile[operator, "most_segments"].number
+    most_rows = profile[operator, "most_rows"].number
+    begin = rows_q = rows_k = 0
+    for end, ((q0, q1), (k0, k1)) in enumerate(segments):
+        if (longest := max(q1 - q0, k1 - k0)) > most_rows:
+            raise NotImplementedError(
+                f"One segment has {longest} rows. One kernel call takes {most_rows}, and a segment cannot be divided over "
+                f"calls. Use jaxattn.packed_attention, or shorter segments."
+            )
+        if end - begin == most_segments or rows_q + q1 - q0 > most_rows or rows_k + k1 - k0 > most_rows:
+            yield segments[begin:end]
+            begin, rows_q, rows_k = end, 0, 0
+        rows_q, rows_k = rows_q + q1 - q0, rows_k + k1 - k0
+    if segments:
+        yield segments[begin:]
 
 
-def _call(batch: list[Segment], left: int | None, right: int | None, common: dict[str, Any]) -> KernelCall:
+def _head_chunks(
+    N: int, K: int, operator: Operator, profile: Profile
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Key/value heads and, inside each, query heads that one call takes.
+
+    Query heads are divided inside their key/value head first, which copies no k and v; key/value heads are divided only
+    where they alone are too many.
+    """
+    most = profile[operator, "most_heads"].number
+    R = N // K
+    K_step = min(K, most)
+    R_step = min(R, most // K_step)
+    if operator == INFERENCE:
+        R_step = min(R_step, profile[operator, "most_group"].number)
+    for kv in range(0, K, K_step):
+        for head in range(0, R, R_step):
+            yield (kv, min(kv + K_step, K)), (head, min(head + R_step, R))
+
+
+def _call(
+    operator: Operator,
+    batch: tuple[Segment, ...],
+    left: int | None,
+    right: int | None,
+    scale: float,
+    return_softmax_lse: bool,
+) -> KernelCall:
     q_rows, k_rows = [q for q, _ in batch], [k for _, k in batch]
-    kwargs = dict(common)
-    kwargs["actual_seq_lengths"] = _running_sums(q_rows)
-    kwargs["actual_seq_lengths_kv"] = _running_sums(k_rows)
+    sums_q, sums_k = _running_sums(q_rows), _running_sums(k_rows)
+    kwargs: dict[str, Any] = {"input_layout": "TND", "scale": scale}
+    if operator == INFERENCE:
+        kwargs |= {"actual_seq_lengths": sums_q, "actual_seq_lengths_kv": sums_k}
+        kwargs |= {"softmax_lse_flag": return_softmax_lse}
+        pre, next_ = "pre_tokens", "next_tokens"
+    else:
+        kwargs |= {"actual_seq_qlen": sums_q, "actual_seq_kvlen": sums_k, "softmax_layout": "TND"}
+        pre, next_ = "pre_tockens", "next_tockens"  # the operator's own spelling
     if left is None and right is None:
         kwargs["sparse_mode"] = 0
     elif left is None and right == 0:
@@ -195,8 +235,8 @@ def _call(batch: list[Segment], left: int | None, right: int | None, common: dic
         # A reach past the longest segment is unlimited, and the kernel's integers are of unknown width.
         longest = max(stop - start for start, stop in (*q_rows, *k_rows))
         kwargs["sparse_mode"] = 4
-        kwargs["pre_tokens"] = longest if left is None else min(left, longest)
-        kwargs["next_tokens"] = longest if right is None else min(right, longest)
+        kwargs[pre] = longest if left is None else min(left, longest)
+        kwargs[next_] = longest if right is None else min(right, longest)
     return KernelCall(
         q_rows=_merge_runs(q_rows),
         k_rows=_merge_runs(k_rows),
@@ -205,8 +245,20 @@ def _call(batch: list[Segment], left: int | None, right: int | None, common: dic
     )
 
 
+def _on_heads(
+    call: KernelCall, operator: Operator, kv_heads: tuple[int, int], group: tuple[int, int], *, whole: bool
+) -> KernelCall:
+    K = kv_heads[1] - kv_heads[0]
+    N = K * (group[1] - group[0])
+    heads = {"num_heads": N, "num_key_value_heads": K} if operator == INFERENCE else {"head_num": N}
+    kwargs = tuple(sorted((*call.kwargs, *heads.items())))
+    if whole:
+        return replace(call, kwargs=kwargs)
+    return replace(call, kwargs=kwargs, kv_heads=kv_heads, group=group)
+
+
 def _running_sums(rows: list[tuple[int, int]]) -> tuple[int, ...]:
-    """The lengths as the operator wants them: running sums without the leading 0."""
+    """The lengths as the operators want them: running sums without the leading 0."""
     total, sums = 0, []
     for start, stop in rows:
         total += stop - start

@@ -6,6 +6,7 @@ something else, on the device.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isfinite
 from typing import NamedTuple
 
 
@@ -68,6 +69,39 @@ def packed_problems(q: Described, k: Described, v: Described) -> list[str]:
             f"of key/value heads. Use a multiple of {K}."
         )
     return found
+
+
+def option_problems(
+    softmax_scale: object, causal: object, window_size: object, return_softmax_lse: object
+) -> list[str]:
+    """What is wrong with the options of a call on torch tensors."""
+    found = []
+    if softmax_scale is not None and (
+        not isinstance(softmax_scale, int | float) or isinstance(softmax_scale, bool) or not isfinite(softmax_scale)
+    ):
+        found.append(f"`softmax_scale`: {softmax_scale!r}. It must be a finite number or None. Pass a float.")
+    for name, value in (("causal", causal), ("return_softmax_lse", return_softmax_lse)):
+        if not isinstance(value, bool):
+            found.append(f"`{name}`: {value!r}. It must be True or False. Pass a Python bool.")
+    entries = list(window_size) if isinstance(window_size, tuple | list) else []
+    if len(entries) != 2 or not all(e is None or (type(e) is int and e >= -1) for e in entries):
+        found.append(
+            f"`window_size`: {window_size!r}. It must be (left, right), each an int >= 0, or None or -1 for unlimited. "
+            f"Use (4, 0) for the key itself and four before it."
+        )
+    return found
+
+
+def sinks_problems(sinks: Described | None, q: Described) -> list[str]:
+    """What is wrong with sinks, which are None or floating `[N]` on the device of `q [Tq, N, D]`."""
+    if sinks is None:
+        return []
+    if sinks.shape == (q.shape[1],) and "float" in sinks.dtype and sinks.device == q.device:
+        return []
+    return [
+        f"`sinks`: {sinks.dtype} of shape {sinks.shape} on {sinks.device}. It must be floating, one logit per query head "
+        f"({q.shape[1]},), on the device of q. Reshape it, or move it with sinks.to(q.device)."
+    ]
 
 
 def offsets_problems(name: str, offsets: Sequence[int], rows: int) -> list[str]:

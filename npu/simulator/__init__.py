@@ -16,8 +16,9 @@ import threading
 
 from npu.simulator.availability import Unavailable, reason_to_stand_aside, refuse_torch_npu
 from npu.simulator.counting import Counters, Traffic, counters
+from npu.simulator.hazard_mode import hazards
 
-__all__ = ["Counters", "Traffic", "Unavailable", "counters", "enable", "is_enabled"]
+__all__ = ["Counters", "Traffic", "Unavailable", "counters", "enable", "hazards", "is_enabled"]
 
 _lock = threading.Lock()
 _enabled: int | None = None
@@ -33,7 +34,7 @@ def enable(devices: int = 4, *, force: bool = False) -> None:
     """Starts the simulator with the devices npu:0 to npu:`devices - 1`. It cannot be stopped.
 
     A second call with the same number does nothing. With `force=True` an installed torch_npu is ignored, and kept from
-    being imported.
+    being imported. Hazard mode is on, see `hazards`.
 
     Raises:
         ValueError: `devices` is not between 1 and 127, the largest index that torch has.
