@@ -12,9 +12,11 @@ from rich.text import Text
 from interop import report
 from interop.attention import npu_packed_attention
 from interop.encoder_comparison import EncoderComparison, compare_encoders
+from interop.explain import explain
 from interop.verify import DTYPES, Line, verify
 from jaxattn.testing import CASES
 from npu import simulator
+from npu.contract import Profile
 from npu.device import is_available, is_simulated
 
 # The columns of a line need more than 80 characters; where nobody looks at a screen there is no reason to cut them.
@@ -64,9 +66,64 @@ def verify_command(
         raise typer.Exit(1)
 
 
+@app.command("explain", epilog="Example: jaxattn explain --q 5,3,9 --heads 32/8 --head-dim 80 --causal")
+def explain_command(
+    q: Annotated[str, typer.Option(help="Lengths of the query segments, as 5,3,9.")],
+    k: Annotated[str | None, typer.Option(help="Lengths of the key segments; the same as --q by default.")] = None,
+    heads: Annotated[str, typer.Option(help="Query heads, or query/key heads as 32/8.")] = "8",
+    head_dim: Annotated[str, typer.Option(help="Head width, or that of q and k, and of v, as 192/128.")] = "64",
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
+    causal: Annotated[bool, typer.Option("--causal", help="Hide keys after the query.")] = False,
+    window: Annotated[str | None, typer.Option(help="Reach as left,right, both inclusive; -1 is unlimited.")] = None,
+    gradient: Annotated[bool, typer.Option("--gradient", help="Plan for the training operator.")] = False,
+    chip: Annotated[str, typer.Option(help="A2 or A3.")] = "A2",
+    cann: Annotated[str, typer.Option(help="The CANN release.")] = "8.5",
+) -> None:
+    """Print what a call would do and why: mask, kernel calls, work, and the limits that decided.
+
+    Needs no NPU. Exit status 2 for a call that is wrong or that no kernel takes.
+    """
+    try:
+        explanation = explain(
+            _integers("--q", q),
+            None if k is None else _integers("--k", k),
+            heads=_pair("--heads", heads),
+            widths=_pair("--head-dim", head_dim),
+            dtype=dtype,
+            causal=causal,
+            window_size=None if window is None else _window(window),
+            gradient=gradient,
+            profile=Profile(chip, cann),
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(str(explanation))
+
+
 def main() -> None:
     """The console script."""
     app()
+
+
+def _integers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{option}: {text!r}. It takes integers between commas. Use {option} 5,3,9.") from None
+
+
+def _pair(option: str, text: str) -> tuple[int, int]:
+    parts = text.split("/")
+    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"{option}: {text!r}. It takes one number, or two as 32/8. Use {option} 32/8.")
+    return int(parts[0]), int(parts[-1])
+
+
+def _window(text: str) -> tuple[int, int]:
+    reach = _integers("--window", text)
+    if len(reach) != 2:
+        raise ValueError(f"--window: {text!r}. It takes the reach to the left and right. Use --window 4,0.")
+    return reach[0], reach[1]
 
 
 def _start_npu(console: Console) -> None:

@@ -39,8 +39,8 @@ def test_prints_a_line_per_case_and_says_that_it_is_simulated(tmp_path: Path) ->
 def test_a_wrong_kernel_fails_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels._one_call
 
-    def wrong(*args):
-        out, lse = right(*args)
+    def wrong(*args, **kwargs):
+        out, lse = right(*args, **kwargs)
         out[2, 1] += 1
         return out, lse
 
@@ -71,3 +71,44 @@ def test_wrong_arguments_are_one_line_and_status_2(tmp_path: Path) -> None:
 
 def test_help_has_an_example() -> None:
     assert "jaxattn verify --encoder" in run("--help").output
+
+
+def explained(*arguments: str):
+    return CliRunner().invoke(cli.app, ["explain", *arguments])
+
+
+def test_explain_prints_the_plan_the_work_and_what_decided() -> None:
+    done = explained("--q", "5,3", "--k", "2,4", "--heads", "8/2", "--head-dim", "80", "--causal")
+    assert done.exit_code == 0, done.output
+    assert "head widths padded to 128 and 128" in done.output
+    assert "q rows 3:8, k rows 0:6: actual_seq_lengths=[2, 5], actual_seq_lengths_kv=[2, 6]" in done.output
+    assert "sparse_mode=3, atten_mask=triangle(2048, 2048)" in done.output
+    assert "by npu_fused_infer_attention_score, A2/A3, CANN 8.3: widths" in done.output
+    # rows 3 and 4 see 1 and 2 keys, the second segment 2, 3 and 4
+    assert "visible pairs of query and key                   12\n" in done.output
+    assert f"{2 * 12 * 8 * 160:,} flop" in done.output
+
+
+def test_explain_needs_no_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_start_npu", lambda _: pytest.fail("an NPU was asked for"))
+    done = explained("--q", "5000", "--dtype", "float32", "--window", "128,0")
+    assert done.exit_code == 0
+    assert done.output.startswith("npu_fusion_attention: out [5000, 8, 64]")  # too long a mask to draw
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--q", "5,x"], "--q: '5,x'. It takes integers between commas. Use --q 5,3,9."),
+        (["--q", "5", "--heads", "8/2/1"], "--heads: '8/2/1'. It takes one number, or two as 32/8. Use --heads 32/8."),
+        (["--q", "5", "--window", "1"], "--window: '1'. It takes the reach to the left and right. Use --window 4,0."),
+        (["--q", "5", "--dtype", "float64"], "dtype float64."),
+        (["--q", "5", "--chip", "310P"], "npu_fused_infer_attention_score on 310P: it has no packed layout"),
+        (["--q", "5", "--heads", "6/4"], "`q`: 6 query heads over 4 key/value heads leaves 2 over."),
+        (["--q", "-5"], "`q`: length -5 at segment 0."),
+    ],
+)
+def test_explain_refuses_with_one_clear_line_and_status_2(arguments: list[str], line: str) -> None:
+    done = explained(*arguments)
+    assert done.exit_code == 2
+    assert line in done.output
