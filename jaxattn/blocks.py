@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxattn.tiles import Rows, Size, Tiles, plan
 from jaxattn.validation import Options
 
-# Measured: larger tiles gain nothing on a CPU and waste more on short segments; smaller ones gain nothing either.
+# Measured: larger tiles gain nothing on a CPU and waste more on short segments. The last is for rows that have little
+# in common, such as one new token each after long caches, where any block of rows would hold the keys of all of them.
 Sizes = tuple[Size, ...]
-SIZES: Sizes = (Size(64, 128, 4, 1.4), Size(128, 256, 1, 1.0))
+SIZES: Sizes = (Size(64, 128, 4, 1.4), Size(128, 256, 1, 1.0), Size(1, 256, 1, 8.0))
 _MOST_ROWS = max(size.rows for size in SIZES)
 _MOST_KEYS = max(size.keys for size in SIZES)
 

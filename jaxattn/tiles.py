@@ -2,8 +2,7 @@
 
 A tile is some query rows times some keys from the first that these rows see. Small tiles waste less of their area on
 hidden pairs, large ones run faster per pair; each run of query rows gets the size that is cheaper for it. The rows of
-one tile may lie in several segments, and then it holds the keys of all of them: many segments of few queries and many
-keys (one-token decoding) are the packing that wastes most.
+one tile may lie in several segments, and then it holds the keys of all of them.
 """
 
 from typing import NamedTuple

@@ -7,7 +7,7 @@ import torch
 
 from npu import fused_infer_attention_varlen, fusion_attention_varlen
 from npu.contract import INFERENCE, LIMITS, TRAINING, Limit
-from tests.npu_tools import OperatorCalls
+from npu_tools import OperatorCalls
 
 
 def call(

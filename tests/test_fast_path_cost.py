@@ -57,6 +57,11 @@ def test_tiles_hold_little_more_than_the_visible_pairs(lengths: list[int], most:
     assert visible <= held <= most * visible
 
 
+def test_one_query_after_each_of_many_caches_holds_only_its_own_keys() -> None:
+    lo, hi = _intervals(Segments.from_lengths([1] * 64, [1024] * 64), 128, None, 0)
+    assert float(_planned_area(lo, hi)) == int(jnp.sum(hi - lo)) == 64 * 1024
+
+
 def test_the_plan_covers_every_visible_pair_once() -> None:
     rng = np.random.default_rng(0)
     for lengths in ([1, 100, 2, 70, 0, 150], [64] * 6, [300], [3] * 100):

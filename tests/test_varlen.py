@@ -13,7 +13,7 @@ from jaxattn.testing import CASES, Case, compare
 from npu import fused_infer_attention_varlen, fusion_attention_varlen
 from npu.plan import make_plan
 from npu.simulator import counters
-from tests.npu_tools import OperatorCalls, call_arguments, to_host, to_npu
+from npu_tools import OperatorCalls, call_arguments, to_host, to_npu
 
 SUPPORTED = [case for case in CASES if case.softcap is None]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxattn.testing import Case, compare
 from jaxattn.testing.compare import oracle_for
 from npu import fused_infer_attention_varlen, fusion_attention_varlen
-from tests.npu_tools import call_arguments, to_host
+from npu_tools import call_arguments, to_host
 
 FUNCTIONS = st.sampled_from([fused_infer_attention_varlen, fusion_attention_varlen])
 OURS = re.compile(r"^(NPU packed attention requires |`\w+`|dtype |Head widths |One segment )")
