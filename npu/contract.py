@@ -55,6 +55,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit(INFERENCE, "most_heads", 256, "operator documents: query heads"),
     Limit(INFERENCE, "most_group", 64, "operator documents: query heads per key/value head"),
     Limit(INFERENCE, "contiguous", True, "operator documents; older releases computed garbage from other strides"),
+    Limit(
+        TRAINING,
+        "products",
+        ("training",),
+        "operator documents: for training products; public issues show it in use on inference products too",
+    ),
     Limit(TRAINING, "dtypes", ("float16", "bfloat16", "float32"), "operator documents"),
     Limit(TRAINING, "most_width", 768, "operator documents: 1 to 768, equal for q and k, v no wider"),
     Limit(TRAINING, "most_segments", 1024, "operator documents: 1024 to 20000 by release, the smallest is taken"),

@@ -147,7 +147,7 @@ def _choose(
             f"Head widths {D} (q, k) and {Dv} (v){spare}. The widest that a fused kernel takes is {most.value}. Use "
             f"jaxattn.packed_attention for wider heads."
         )
-    return TRAINING, (width, width if gradient else Dv), (dtypes, widths, training, most)
+    return TRAINING, (width, width if gradient else Dv), (dtypes, widths, profile[TRAINING, "products"], training, most)
 
 
 def _names(limit: Limit) -> tuple[str, ...]:

@@ -94,6 +94,7 @@ def test_explain_needs_no_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     done = explained("--q", "5000", "--dtype", "float32", "--window", "128,0")
     assert done.exit_code == 0
     assert done.output.startswith("npu_fusion_attention: out [5000, 8, 64]")  # too long a mask to draw
+    assert "products = ('training',) (operator documents: for training products" in done.output
 
 
 @pytest.mark.parametrize(
