@@ -26,7 +26,7 @@ def attend(case: Case, attention=npu_packed_attention):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("case", SUPPORTED, ids=lambda c: c.name)
 def test_equals_oracle(case: Case, dtype: str, jit: bool) -> None:
     run = jax.jit(attend(case)) if jit else attend(case)
@@ -45,48 +45,21 @@ def test_runs_on_the_device_that_is_named() -> None:
     assert out.shape == case.inputs("float16").q.shape
 
 
-def test_gradient_is_that_of_the_specification() -> None:
-    case = next(c for c in SUPPORTED if c.name == "sinks in empty rows and tails")
-
-    def loss(attention):
-        def value(q, k, v, sinks):
-            out, lse = attend(case, attention)(q, k, v, sinks, case.segments)
-            return (out.astype(jnp.float32) ** 2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
-
-        return jax.grad(value, (0, 1, 2, 3))
-
-    got = jax.jit(loss(npu_packed_attention))(*arrays(case, "float16"))
-    want = loss(reference_attention)(*arrays(case, "float16"))
-    for name, g, w in zip(["q", "k", "v", "sinks"], got, want, strict=True):
-        np.testing.assert_allclose(np.float32(g), np.float32(w), rtol=0.02, atol=0.02, err_msg=name)
-
-
-def test_vmap_is_one_answer_per_element() -> None:
-    case = next(c for c in SUPPORTED if c.name == "causal")
-    q, k, v, _ = arrays(case, "float16")
-    batch = [jnp.stack([x, x[::-1]]) for x in (q, k, v)]
-    got = jax.vmap(lambda q, k, v: npu_packed_attention(q, k, v, case.segments, causal=True))(*batch)
-    for i in range(2):
-        want = npu_packed_attention(*(x[i] for x in batch), case.segments, causal=True)
-        assert np.array_equal(got[i], want)
-
-
 def test_softcap_is_refused_by_name_and_the_way_out_works() -> None:
     case = next(c for c in CASES if c.softcap is not None)
-    with pytest.raises(NotImplementedError, match=r"^`softcap`: 2\.0\. .* Use jaxattn\.reference_attention"):
+    with pytest.raises(NotImplementedError, match=r"^`softcap`: 2\.0\. .* Use jaxattn\.packed_attention"):
         attend(case)(*arrays(case, "float16"), case.segments)
     attend(case, reference_attention)(*arrays(case, "float16"), case.segments)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_dtypes_that_the_kernel_lacks_are_refused_by_name(dtype: str) -> None:
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=f"^dtype {dtype}"):
-        npu_packed_attention(*(jnp.ones((3, 1, 64), dtype),) * 3, SUPPORTED[0].segments.from_lengths([3]))
+def test_float64_is_refused_by_name() -> None:
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="^dtype float64"):
+        npu_packed_attention(*(jnp.ones((3, 1, 64), "float64"),) * 3, SUPPORTED[0].segments.from_lengths([3]))
 
 
 def test_wide_heads_are_refused_by_name_when_traced() -> None:
-    x = jnp.ones((3, 1, 256), jnp.float16)
-    with pytest.raises(NotImplementedError, match=r"^Head widths 256"):
+    x = jnp.ones((3, 1, 1024), jnp.float16)
+    with pytest.raises(NotImplementedError, match=r"^Head widths 1024"):
         jax.jit(npu_packed_attention)(x, x, x, SUPPORTED[0].segments.from_lengths([3]))
 
 
