@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from npu_tools import OperatorCalls
 
 from npu import fused_infer_attention_varlen, fusion_attention_varlen
 from npu.contract import INFERENCE, LIMITS, TRAINING, Limit
-from npu_tools import OperatorCalls
 
 
 def call(

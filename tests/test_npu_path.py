@@ -53,7 +53,7 @@ def test_softcap_is_refused_by_name_and_the_way_out_works() -> None:
 
 
 def test_float64_is_refused_by_name() -> None:
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="^dtype float64"):
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=r"^dtype float64"):
         npu_packed_attention(*(jnp.ones((3, 1, 64), "float64"),) * 3, SUPPORTED[0].segments.from_lengths([3]))
 
 

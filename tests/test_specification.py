@@ -21,13 +21,13 @@ def judge(case: Case, dtype: str, transform=jax.jit) -> Comparison:
     return compare(case, dtype, np.asarray(out), np.asarray(lse))
 
 
-# float16 and bfloat16 differ from float32 by the casts at both ends only, so a third of the cases is enough for each.
+# float16 and bfloat16 differ from float32 by the casts at both ends only, so a sixth of the cases is enough for each.
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(c, "float32") for c in CASES]
     + [(c, "float64") for c in CASES]
-    + [(c, "float16") for c in CASES[::3]]
-    + [(c, "bfloat16") for c in CASES[1::3]],
+    + [(c, "float16") for c in CASES[::6]]
+    + [(c, "bfloat16") for c in CASES[3::6]],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_reference_equals_oracle_under_jit_with_traced_offsets(case: Case, dtype: str) -> None:

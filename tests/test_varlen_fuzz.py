@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from npu_tools import call_arguments, to_host
 
 from jaxattn.testing import Case, compare
 from jaxattn.testing.compare import oracle_for
 from npu import fused_infer_attention_varlen, fusion_attention_varlen
-from npu_tools import call_arguments, to_host
 
 FUNCTIONS = st.sampled_from([fused_infer_attention_varlen, fusion_attention_varlen])
 OURS = re.compile(r"^(NPU packed attention requires |`\w+`|dtype |Head widths |One segment )")

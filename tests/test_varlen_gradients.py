@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from npu_tools import OperatorCalls, call_arguments, to_host, to_npu
 
 from jaxattn.testing import CASES, Case, Gradients, cotangents, gradient_problems
 from npu import fusion_attention_varlen
 from npu.simulator import counters
-from npu_tools import OperatorCalls, call_arguments, to_host, to_npu
 
 CLEAN = [case for case in CASES if case.softcap is None and not case.poison]
 MORE_QUERIES_THAN_KEYS = next(case for case in CASES if case.name == "rows before the first key are empty")
