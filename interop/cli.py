@@ -1,7 +1,12 @@
 """The `jaxattn` command."""
 
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -46,14 +51,15 @@ def verify_command(
         console = Console(width=_LOG_WIDTH)
     if json is not None and not json.parent.is_dir():
         raise typer.BadParameter(f"{json.parent} is not a directory. Create it, or name another file.")
-    _start_npu(console)
-
     lines: list[Line] = []
     embedded: EncoderComparison | None = None
     try:
-        _run_cases(console, lines)
-        if encoder:
-            embedded = _run_encoder(console)
+        with _interruptible() as check:
+            _start_npu(console)
+            _run_cases(console, lines, check)
+            if encoder:
+                embedded = _run_encoder(console)
+                check()
     except KeyboardInterrupt:
         console.print(f"Interrupted after {len(lines)} of {len(CASES) * len(DTYPES)} lines.", style="bold red")
         console.print(report.summary(lines))
@@ -107,7 +113,7 @@ def main() -> None:
 
 def _integers(option: str, text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{option}: {text!r}. It takes integers between commas. Use {option} 5,3,9.") from None
 
@@ -138,7 +144,34 @@ def _start_npu(console: Console) -> None:
         console.print("No Ascend NPU here: everything below runs on a simulated NPU.", style="bold yellow")
 
 
-def _run_cases(console: Console, lines: list[Line]) -> None:
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Inside, Ctrl-C is not lost: the function that this gives raises again what was raised where nobody hears it.
+
+    An exception that comes up in a finaliser, or in a callback from C, is printed by Python and forgotten.
+    """
+    interrupted = False
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread listen
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run_cases(console: Console, lines: list[Line], check: Callable[[], None]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console.print(report.header(), no_wrap=True, overflow="ellipsis")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -149,6 +182,7 @@ def _run_cases(console: Console, lines: list[Line]) -> None:
             for problem in line.problems:
                 progress.console.print(f"        {problem}", style="red", highlight=False)
             progress.advance(task)
+            check()
 
 
 def _run_encoder(console: Console) -> EncoderComparison:

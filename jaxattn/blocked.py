@@ -124,9 +124,9 @@ def packed_attention(
 
 def _with_sinks(out: Out, lse: Lse, sinks: Float[Array, "N 1"], visible: Bool[Array, " Tq"]) -> tuple[Out, Lse]:
     """`out` and `lse` with one more logit per head in the softmax sum, whose value is 0."""
-    above = jnp.where(visible, lse - sinks, 0)
-    out = out * jax.nn.sigmoid(above).T[..., None]
-    return out, sinks + jnp.where(visible, jax.nn.softplus(above), 0)
+    lse = jnp.where(visible, lse, sinks)
+    out = out * jax.nn.sigmoid(lse - sinks).T[..., None]
+    return out, jnp.where(visible, jnp.logaddexp(lse, sinks), sinks)
 
 
 def _without_poison(x: Float[Array, "T H D"]) -> tuple[Float[Array, "T H D"], Bool[Array, "T H"]]:

@@ -59,6 +59,8 @@ def as_offsets(name: str, values: Any, *, lengths: bool) -> tuple[Any, list[str]
         if (bad := np.flatnonzero(host < 0)).size:
             i = int(bad[0])
             return array, [f"`{name}`: length {host[i]} at segment {i}. Lengths count rows, from 0. Remove the sign."]
+        if host.size and (most := host.max()) > _INT32_MAX:  # sums of such could wrap
+            return array, [f"`{name}`: length {most}, past int32 ({_INT32_MAX}). Split the batch."]
         host = np.concatenate([[0], np.cumsum(host)])
     if host[0] != 0:
         return array, [f"`{name}`: the first offset is {host[0]}. Offsets start with 0. Prepend 0 to the running sums."]

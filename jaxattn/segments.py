@@ -54,6 +54,17 @@ class Segments:
         return self
 
     @classmethod
+    def _fixed(cls, cu_seqlens_q: Any, cu_seqlens_k: Any) -> Self:
+        """Segments of offsets that nobody else holds; from here on nobody can write them."""
+        for offsets in (cu_seqlens_q, cu_seqlens_k):
+            if isinstance(offsets, np.ndarray):
+                offsets.setflags(write=False)
+        return cls._of(cu_seqlens_q, cu_seqlens_k)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, Any]]:
+        return type(self)._of, (self.cu_seqlens_q, self.cu_seqlens_k)
+
+    @classmethod
     def from_lengths(cls, q: Integers, k: Integers | None = None, *, num_segments: int | None = None) -> Self:
         """Segments of the given lengths, in rows.
 
@@ -69,7 +80,7 @@ class Segments:
         >>> Segments.from_lengths([5, 3], num_segments=4).cu_seqlens_q
         array([0, 5, 8, 8, 8], dtype=int32)
         """
-        return cls._of(*offsets_of(q, k, num_segments, lengths=True))
+        return cls._fixed(*offsets_of(q, k, num_segments, lengths=True))
 
     @classmethod
     def from_cu_seqlens(cls, q: Integers, k: Integers | None = None, *, num_segments: int | None = None) -> Self:
@@ -88,7 +99,7 @@ class Segments:
         >>> Segments.from_cu_seqlens([0, 5, 8])
         Segments(q=[5, 3], k=q)
         """
-        return cls._of(*offsets_of(q, k, num_segments, lengths=False))
+        return cls._fixed(*offsets_of(q, k, num_segments, lengths=False))
 
     @classmethod
     def from_segment_ids(
@@ -121,7 +132,7 @@ class Segments:
         >>> Segments.from_segment_ids([0, 0, 1, 0, 2], padding_id=0)
         Segments(q=[2, 0, 1, 1, 0, 1], k=[0, 2, 1, 0, 1, 1])
         """
-        return cls._of(*offsets_of_ids(q, k, padding_id, num_segments))
+        return cls._fixed(*offsets_of_ids(q, k, padding_id, num_segments))
 
     @classmethod
     def from_position_ids(cls, q: Integers, k: Integers | None = None, *, num_segments: int | None = None) -> Self:
@@ -143,7 +154,7 @@ class Segments:
         >>> Segments.from_position_ids([2, 3, 4, 2, 3])
         Segments(q=[3, 2], k=q)
         """
-        return cls._of(*offsets_of_positions(q, k, num_segments))
+        return cls._fixed(*offsets_of_positions(q, k, num_segments))
 
     @property
     def num_segments(self) -> int:

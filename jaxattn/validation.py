@@ -1,6 +1,5 @@
 """The checks that every implementation of packed attention makes before it computes anything."""
 
-import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +69,11 @@ def array_problems(q: Any, k: Any, v: Any) -> list[str]:
     dtypes = {name: str(getattr(x, "dtype", type(x).__name__)) for name, x in named.items()}
     if len(set(dtypes.values())) > 1:
         found.append(f"`q`, `k`, `v`: dtypes {', '.join(dtypes.values())}. They share one dtype. Cast with .astype.")
+    elif dtypes["q"] == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        found.append(
+            "`q`, `k`, `v`: dtype float64, and JAX's 64-bit types are off: they would become float32. Cast with .astype, "
+            "or set jax_enable_x64."
+        )
     elif dtypes["q"] not in DTYPES:
         found.append(f"`q`, `k`, `v`: dtype {dtypes['q']}. Supported are {', '.join(DTYPES)}. Cast with .astype.")
     if any(len(shape) != 3 for shape in shapes.values()):
@@ -114,8 +118,8 @@ def option_problems(
                 f"`{name}`: a traced value. It must be a Python or numpy number, known when the program is traced. "
                 + ("Multiply q by it instead." if name == "softmax_scale" else "Make it a static argument.")
             )
-        elif not _is_real(value) or not math.isfinite(value):
-            found.append(f"`{name}`: {value!r}. It must be a finite number or None. Pass a float.")
+        elif not _is_real(value) or not abs(value) <= np.finfo(np.float32).max:
+            found.append(f"`{name}`: {value!r}. It must be a finite number (of float32) or None. Pass a float.")
         elif name == "softcap" and value <= 0:
             found.append(f"`softcap`: {value!r}. It must be greater than 0. Use None for no cap.")
     for name, value in (("causal", causal), ("return_softmax_lse", return_softmax_lse)):

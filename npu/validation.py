@@ -6,8 +6,10 @@ something else, on the device.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import isfinite
 from typing import NamedTuple
+
+_FLOAT32 = 3.4028234663852886e38
+"""The largest float32, which scores are taken in."""
 
 
 class Described(NamedTuple):
@@ -77,9 +79,13 @@ def option_problems(
     """What is wrong with the options of a call on torch tensors."""
     found = []
     if softmax_scale is not None and (
-        not isinstance(softmax_scale, int | float) or isinstance(softmax_scale, bool) or not isfinite(softmax_scale)
+        not isinstance(softmax_scale, int | float)
+        or isinstance(softmax_scale, bool)
+        or not abs(softmax_scale) <= _FLOAT32
     ):
-        found.append(f"`softmax_scale`: {softmax_scale!r}. It must be a finite number or None. Pass a float.")
+        found.append(
+            f"`softmax_scale`: {softmax_scale!r}. It must be a finite number (of float32) or None. Pass a float."
+        )
     for name, value in (("causal", causal), ("return_softmax_lse", return_softmax_lse)):
         if not isinstance(value, bool):
             found.append(f"`{name}`: {value!r}. It must be True or False. Pass a Python bool.")

@@ -1,6 +1,8 @@
 """`jaxattn verify` as a person calls it."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,23 @@ def test_interrupted_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> No
     assert "Interrupted after 2 of 6 lines." in done.output
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_nobody_hears_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finalised:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def verify_with_an_interrupt_in_a_finaliser(*_):
+        for line in verify.verify(SOME[:1]):
+            yield line
+            Finalised()
+
+    monkeypatch.setattr(cli, "verify", verify_with_an_interrupt_in_a_finaliser)
+    done = run()
+    assert done.exit_code == 130
+    assert "Interrupted after 2 of 6 lines." in done.output
+
+
 def test_wrong_arguments_are_one_line_and_status_2(tmp_path: Path) -> None:
     done = run("--json", str(tmp_path / "missing" / "report.json"))
     assert done.exit_code == 2
@@ -100,6 +119,7 @@ def test_explain_needs_no_npu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["--q", "5,,3"], "--q: '5,,3'. It takes integers between commas. Use --q 5,3,9."),
         (["--q", "5,x"], "--q: '5,x'. It takes integers between commas. Use --q 5,3,9."),
         (["--q", "5", "--heads", "8/2/1"], "--heads: '8/2/1'. It takes one number, or two as 32/8. Use --heads 32/8."),
         (["--q", "5", "--window", "1"], "--window: '1'. It takes the reach to the left and right. Use --window 4,0."),

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from one_shape import QUICK, attend, padded, program
 
 from jaxattn import Segments, packed_attention
-from jaxattn.testing import CASES, Case, compare
+from jaxattn.testing import CASES, Case, compare, oracle_attention
 
 LONG = (
     Case("several tiles of keys, grouped heads", (700, 5, 250), heads=(4, 2), q_tail=9, k_tail=3),
@@ -167,3 +167,14 @@ def test_forward_mode_is_refused() -> None:
     q = jnp.zeros((4, 1, 8))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda q: packed_attention(q, q, q, Segments.from_lengths([4])), (q,), (q,))
+
+
+@pytest.mark.parametrize("sink", [-200.0, -3e4, -1e38, 60.0])
+def test_a_sink_far_from_the_scores_costs_no_digits(sink: float) -> None:
+    q, k = (np.random.default_rng(0).standard_normal((n, 2, 8)).astype(np.float32) for n in (5, 7))
+    sinks = np.full(2, sink, np.float32)
+    segments = Segments.from_lengths([3, 2], [2, 5])
+    out, lse = packed_attention(q, k, k, segments, sinks=jnp.asarray(sinks), return_softmax_lse=True)
+    wanted = oracle_attention(q, k, k, segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist(), sinks=sinks)
+    np.testing.assert_allclose(lse, wanted.lse, rtol=2e-6)
+    np.testing.assert_allclose(out, wanted.out, rtol=1e-5, atol=1e-6)

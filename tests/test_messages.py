@@ -147,7 +147,7 @@ SEGMENTS = [
     ),
     (
         lambda: Segments.from_lengths([2**31]),
-        f"`q`: lengths reach row {2**31}, past int32 ({2**31 - 1}). Split the batch.",
+        f"`q`: length {2**31}, past int32 ({2**31 - 1}). Split the batch.",
     ),
     (lambda: Segments.from_cu_seqlens([]), "`q`: no offsets. They must start with 0. Pass [0] for no segments."),
     (

@@ -1,5 +1,8 @@
 """Segments: offsets as a pytree."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,3 +127,32 @@ def test_drawing_inside_jit_shows_offsets_of_the_host() -> None:
     drawn = []
     jax.jit(lambda x: drawn.append(draw(Segments.from_lengths([1]))) or x)(1.0)
     assert drawn == ["k  0\nq0 x"]
+
+
+def test_copies_and_pickles() -> None:
+    segments = Segments.from_lengths([3, 2], [1, 4])
+    for copied in (copy.copy(segments), copy.deepcopy(segments), pickle.loads(pickle.dumps(segments))):
+        assert copied.same_as(segments)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Segments.from_lengths([2, 1]),
+        lambda: Segments.from_lengths([2, 1], num_segments=4),
+        lambda: Segments.from_cu_seqlens(np.array([0, 2, 3], np.int32)),
+        lambda: Segments.from_segment_ids([1, 1, 2]),
+        lambda: Segments.from_position_ids([0, 1, 0]),
+    ],
+)
+def test_offsets_cannot_be_written(make) -> None:
+    segments = make()
+    for offsets in (segments.cu_seqlens_q, segments.cu_seqlens_k):
+        with pytest.raises(ValueError, match="read-only"):
+            offsets[1] = 77
+
+
+def test_the_callers_own_array_stays_writable() -> None:
+    mine = np.array([0, 2, 3], np.int32)
+    Segments.from_cu_seqlens(mine)
+    mine[1] = 1
