@@ -5,9 +5,8 @@
 One jitted `npu_packed_attention`, with all that touches the device replaced by nothing: views of XLA's buffers, reading
 and checking the offsets, and looking up the plan stay. Against it an empty `buffer_callback` with the same operands. Both
 at 1 024 and at 32 768 tokens, 8 heads of width 128, bfloat16. Prints microseconds per call, the smallest of many, and ends
-with status 1 if a ratio is above 3, or if 32 times the tokens make the bridge's own part more than 3 times as long: XLA
-maps and unmaps a result of 64 MB in every call, and what runs in between finds cold caches, but nothing may be done per
-token. Next to it `jax.pure_callback`, JAX's documented callback, on the same work.
+with status 1 if a ratio is above 3, or if it is larger at more tokens: XLA maps and unmaps a result of 64 MB in every
+call, which makes the empty callback slower too, but the bridge may do nothing per token. Next to it `jax.pure_callback`, JAX's documented callback, on the same work.
 """
 
 import sys
@@ -86,17 +85,13 @@ def measure(T: int) -> tuple[float, float, float]:
 def main() -> int:
     simulator.enable()
     print(f"us per call, {HEADS} heads, width {WIDTH}, bfloat16      bridge   empty   ratio   pure_callback")
-    own, passed = [], True
+    ratios: list[float] = []
     for T in TOKENS:
         ours, empty, documented = measure(T)
-        own.append(ours - empty)
-        passed &= ours <= MOST * empty
+        ratios.append(ours / empty)
         print(f"T = {T:6}{'':35}{ours:10.0f}{empty:8.0f}{ours / empty:8.2f}{documented:16.0f}")
-    grows = own[-1] > 3 * own[0]
-    print(
-        f"the bridge's own part: {own[0]:.0f} us and {own[-1]:.0f} us; at most {MOST:g} times the empty one, and not per token"
-    )
-    return int(not passed or grows)
+    print(f"ratios: at most {MOST:g}, and not larger at more tokens")
+    return int(max(ratios) > MOST or ratios[-1] > ratios[0])
 
 
 if __name__ == "__main__":

@@ -150,11 +150,12 @@ def to_jax(tensor: Tensor, *, copy: bool | None = True, narrow: bool = False) ->
                 f"Use narrow=True, cast it in torch, or set jax_enable_x64."
             )
         tensor, copy = _narrowed(tensor), None
-    shareable = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
+    pinned = tensor.is_pinned()  # to DLPack that is memory of an accelerator, which JAX does not know here
+    shareable = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0 and not pinned
     if copy is False and not shareable:
         raise ValueError(
-            f"`tensor`: strides {tuple(tensor.stride())} at address {tensor.data_ptr():#x}. JAX shares contiguous memory "
-            f"at a multiple of 64 bytes. Use copy=None, or tensor.contiguous() and copy=False."
+            f"`tensor`: strides {tuple(tensor.stride())} at address {tensor.data_ptr():#x}{', pinned' if pinned else ''}. JAX "
+            f"shares contiguous memory at a multiple of 64 bytes, not pinned. Use copy=None, or tensor.contiguous() and copy=False."
         )
     # jax's from_dlpack shares whatever its own copy argument says, so what must be owned is copied on this side.
     # clone(contiguous) of torch is aligned.

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from examples.ring_attention import ring_attention
 from interop import npu_packed_attention, raise_pending
-from jaxattn import Segments, merge, packed_attention, reference_attention
+from jaxattn import Segments, packed_attention, reference_attention
 from npu.simulator import counters
 
 P = PartitionSpec
@@ -222,26 +223,6 @@ def test_a_pending_error_keeps_no_buffer(mesh: Mesh) -> None:
     assert [memory_in_use(i) for i in range(4)] == before
     with pytest.raises(ValueError, match="the first offset is 7"):
         raise_pending()
-
-
-def ring_attention(attention, q, k, v, *, axis_name: str, causal: bool):
-    """Attention over a sequence of which every device holds an equal part: `q, k, v [T/n, heads, width]`.
-
-    The keys and values travel round the ring, one device per step. In each step a device attends to the part that is
-    with it, and merges the answer with what it has. With parts of equal length a part of keys is wholly before the
-    queries (all visible), their own (causal), or wholly after them (nothing visible: a segment without keys).
-    """
-    size, here = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    rows = q.shape[0]
-    out, lse = attention(q, k, v, Segments.from_lengths([rows]), causal=causal, return_softmax_lse=True)
-    send = [(i, (i + 1) % size) for i in range(size)]
-    for step in range(1, size):
-        k, v = jax.lax.ppermute((k, v), axis_name, send)
-        before = here >= step  # these keys are those of device here - step, or wrapped around to later ones
-        seen = jnp.where(before, rows, 0) if causal else jnp.full((), rows)
-        part = attention(q, k, v, Segments.from_lengths([rows], seen[None]), return_softmax_lse=True)
-        out, lse = merge(out, lse, *part)
-    return out
 
 
 @pytest.mark.parametrize("attention", [npu_packed_attention, packed_attention], ids=["npu", "jax"])

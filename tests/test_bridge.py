@@ -69,6 +69,16 @@ def test_strided_tensors_are_copied_or_refused() -> None:
             to_jax(strided, copy=False)
 
 
+def test_pinned_memory_is_copied_or_refused() -> None:
+    pinned = torch.arange(4.0).pin_memory()
+    for copy in (True, None):
+        assert to_jax(pinned, copy=copy).tolist() == [0, 1, 2, 3]
+    with pytest.raises(
+        ValueError, match=r", pinned\. JAX shares contiguous memory at a multiple of 64 bytes, not pinned"
+    ):
+        to_jax(pinned, copy=False)
+
+
 def test_jax_still_ignores_its_own_copy_argument() -> None:
     # The reason why what must be owned is copied on torch's side. When this fails, that can be left to jax.
     tensor = torch.zeros(64)
