@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxattn.blocks import attend_blocks
 from jaxattn.mask import key_intervals, query_ids
+from jaxattn.poison import without_poison
 from jaxattn.segments import Segments
 from jaxattn.validation import check_call, offsets_are_broken
 
@@ -98,9 +99,9 @@ def packed_attention(
     visible = hi > lo
 
     # Poisoned rows are computed as if they were 0 and marked afterwards: a masked NaN would leak through 0 * NaN.
-    q, q_bad = _without_poison(q)
-    k, k_bad = _without_poison(k)
-    v, v_bad = _without_poison(v)
+    q, q_bad = without_poison(q)
+    k, k_bad = without_poison(k)
+    v, v_bad = without_poison(v)
     lse_nan = (q_bad & visible[:, None]) | jnp.repeat(_sees(k_bad, lo, hi), N // K, axis=1)
     out_nan = lse_nan | jnp.repeat(_sees(v_bad, lo, hi), N // K, axis=1)
 
@@ -127,12 +128,6 @@ def _with_sinks(out: Out, lse: Lse, sinks: Float[Array, "N 1"], visible: Bool[Ar
     lse = jnp.where(visible, lse, sinks)
     out = out * jax.nn.sigmoid(lse - sinks).T[..., None]
     return out, jnp.where(visible, jnp.logaddexp(lse, sinks), sinks)
-
-
-def _without_poison(x: Float[Array, "T H D"]) -> tuple[Float[Array, "T H D"], Bool[Array, "T H"]]:
-    """`x` with 0 for every row and head that holds a NaN or an Inf, and where those are."""
-    bad = ~jnp.all(jnp.isfinite(x), axis=-1)
-    return jnp.where(bad[..., None], 0, x), bad
 
 
 def _sees(bad: Bool[Array, "Tk K"], lo: Int32[Array, " Tq"], hi: Int32[Array, " Tq"]) -> Bool[Array, "Tq K"]:

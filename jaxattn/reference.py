@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxattn.mask import dense_mask, query_ids
+from jaxattn.poison import without_poison
 from jaxattn.segments import Segments
 from jaxattn.validation import check_call, offsets_are_broken
 
@@ -97,9 +98,9 @@ def reference_attention(
     q, k, v = (x.astype(accumulate) * intact for x in (q, k, v))
 
     # Poisoned rows are computed as if they were 0 and marked afterwards: a masked NaN would leak through 0 * NaN.
-    q, q_bad = _without_poison(q)
-    k, k_bad = _without_poison(k)
-    v, v_bad = _without_poison(v)
+    q, q_bad = without_poison(q)
+    k, k_bad = without_poison(k)
+    v, v_bad = without_poison(v)
     lse_nan = (q_bad & visible[:, None]) | _sees(mask, jnp.repeat(k_bad, N // K, axis=1))
     out_nan = lse_nan | _sees(mask, jnp.repeat(v_bad, N // K, axis=1))
 
@@ -136,12 +137,6 @@ def reference_attention(
     lse = jnp.where(has_lse, lse, -jnp.inf)
     lse = jnp.where((lse_nan | broken).T, jnp.nan, lse)
     return (out, lse) if return_softmax_lse else out
-
-
-def _without_poison(x: Float[Array, "T H D"]) -> tuple[Float[Array, "T H D"], Bool[Array, "T H"]]:
-    """`x` with 0 for every row and head that holds a NaN or an Inf, and where those are."""
-    bad = ~jnp.all(jnp.isfinite(x), axis=-1)
-    return jnp.where(bad[..., None], 0, x), bad
 
 
 def _sees(mask: Bool[Array, "Tq Tk"], bad: Bool[Array, "Tk N"]) -> Bool[Array, "Tq N"]:
